@@ -1,0 +1,37 @@
+"""What every test gets: shape and dtype checks on, few threads, seeded randomness, GPU tests skipped without a GPU."""
+
+import os
+
+# Before torch is imported: the suite shares two cores with the ranks that its distributed tests spawn.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Without a GPU the Triton kernels run in Triton's interpreter; it must be chosen before triton is imported.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from jaxtyping import install_import_hook
+
+# Every jaxtyping annotation of the two packages is checked while the tests run.
+install_import_hook(["cs336_basics", "cs336_systems"], "beartype.beartype")
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch.cuda.is_available() is False")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> str:
+    """The card where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
