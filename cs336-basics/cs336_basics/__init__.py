@@ -1,0 +1,1 @@
+"""The Transformer language model, its losses, AdamW and batching."""
