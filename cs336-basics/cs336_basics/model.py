@@ -7,7 +7,6 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -307,7 +306,7 @@ class BasicsTransformerLM(nn.Module):
         return tokens[:, prompt_length:]
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str]) -> Self:
+    def from_pretrained(cls, path: str | os.PathLike[str]) -> "BasicsTransformerLM":
         """The model in the directory `path`, on the CPU: `model_config.json` has the constructor's arguments and
         `model.pt` a state dict, which may be that of a model under torch.compile."""
         directory = Path(path)

@@ -1,7 +1,6 @@
 """Rotary position embedding, with its cosines and sines cached in float32."""
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -45,7 +44,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", angles.cos().to(device, torch.float32), persistent=False)
         self.register_buffer("sin", angles.sin().to(device, torch.float32), persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         was_meta = self.cos.is_meta
         super()._apply(fn, recurse)
         # `model.to(torch.bfloat16)` rounds every buffer, and `to_empty` leaves it empty after a start on `meta`.
