@@ -1,0 +1,232 @@
+"""One way into torch.distributed for every distributed script and test.
+
+`run_ranks(function, ..., world_size=4)` runs `function(context, ...)` on every rank: on this process's own rank when
+torchrun or srun started it, and otherwise on ranks that it spawns on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.distributed import slurm
+from cs336_systems.distributed.spawn import spawn_processes
+
+Result = TypeVar("Result")
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How a group is made: `device_type` "cpu" (gloo) or "cuda" (NCCL), the limit of one collective in seconds, and
+    NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that run beside it."""
+
+    device_type: str = "cpu"
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    max_ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.device_type not in BACKENDS:
+            raise ValueError(f"device_type is {self.device_type!r}; allowed are {sorted(BACKENDS)}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
+        if self.max_ctas is not None and (self.device_type != "cuda" or not 1 <= self.max_ctas <= 64):
+            raise ValueError(f"max_ctas is {self.max_ctas}; it needs device_type 'cuda' and lies between 1 and 64")
+
+    @property
+    def backend(self) -> str:
+        """The torch.distributed backend of this device type."""
+        return BACKENDS[self.device_type]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank stands, e.g. rank 5 of 8, the second (1) of the four ranks on its node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank's function is given: its placement and its device (already current)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
+def default_device_type() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_gpus(device_type: str, local_world_size: int) -> None:
+    """Raise ValueError if this node has fewer GPUs than ranks: NCCL would hang or fail with an obscure error."""
+    if device_type == "cuda" and local_world_size > torch.cuda.device_count():
+        raise ValueError(
+            f"a world size of {local_world_size} on this node needs as many GPUs, one a rank; "
+            f"{torch.cuda.device_count()} are visible. Ask for fewer processes, or for the CPU (gloo)"
+        )
+
+
+def launcher() -> str | None:
+    """Who started this process as one of several ranks: "torchrun", "slurm" (srun with several tasks) or nobody."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return "torchrun"
+    return "slurm" if slurm.is_task_of_several(os.environ) else None
+
+
+def _placement_from_environment() -> Placement:
+    if launcher() == "slurm":
+        return Placement(*slurm.placement(os.environ))
+    world_size = int(os.environ["WORLD_SIZE"])
+    return Placement(
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+    )
+
+
+def _nccl_options(max_ctas: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    # NCCL rejects a cap below the default minimum of CTAs unless the minimum comes down with it.
+    options.config.min_ctas = 1
+    return options
+
+
+@contextmanager
+def process_group(
+    options: GroupOptions, placement: Placement, store: dist.Store | None = None
+) -> Generator[RankContext]:
+    """Make the default process group, yield this rank's context, and destroy the group at the end.
+
+    The device is made current before the group, so that NCCL's communicator is built on it. Without a store the ranks
+    meet at MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+
+    Raises:
+        ValueError: the node has fewer GPUs than ranks.
+    """
+    check_gpus(options.device_type, placement.local_world_size)
+    device, keywords = torch.device("cpu"), {}
+    if options.device_type == "cuda":
+        device = torch.device("cuda", placement.local_rank)
+        torch.cuda.set_device(device)
+        keywords["device_id"] = device
+        if options.max_ctas is not None:
+            keywords["pg_options"] = _nccl_options(options.max_ctas)
+    dist.init_process_group(
+        options.backend,
+        init_method="env://" if store is None else None,
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=options.timeout_s),
+        **keywords,
+    )
+    context = RankContext(placement.rank, placement.world_size, placement.local_rank, device, options.backend)
+    yield context
+    # No rank leaves while another still needs its sockets or its store. After an exception there is neither a barrier,
+    # to which the others may never come, nor an orderly end, which could wait for NCCL kernels that never finish: the
+    # process is about to exit, and only then do its peers learn of it.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(
+    function: Callable[..., Result], *args: Any, world_size: int, options: GroupOptions | None = None
+) -> list[Result] | None:
+    """Run `function(context, *args)` on every rank, and return the ranks' results in rank order.
+
+    Started by torchrun (one node or several) or by srun, this process is one rank: `world_size` must be the launcher's,
+    rank 0 gets the list and every other rank None. Started by hand, `world_size` processes are spawned on this machine
+    and the list comes back to the caller. So whoever gets a list writes the files.
+
+    Args:
+        function: a module's top-level function; it, its arguments and its result are pickled.
+        world_size: number of ranks.
+        options: device, timeout, NCCL options; default gloo on the CPU.
+
+    Raises:
+        ValueError: `world_size` is not positive, differs from the launcher's, or is larger than the number of GPUs.
+        RankFailedError: a spawned rank raised or died; the others have been ended. Under torchrun or srun the rank
+            that raises prints its number and traceback and exits with status 1, and the launcher ends the others.
+    """
+    options = options or GroupOptions()
+    if launcher() is not None:
+        return _run_this_rank(function, args, world_size, options)
+    return spawn_ranks(function, *args, world_size=world_size, options=options)
+
+
+def spawn_ranks(
+    function: Callable[..., Result], *args: Any, world_size: int, options: GroupOptions | None = None
+) -> list[Result]:
+    """`run_ranks` that always spawns its ranks on this machine, whoever started this process."""
+    options = options or GroupOptions()
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+    check_gpus(options.device_type, world_size)
+    # This process holds the store for as long as the ranks live, on a port that the system picked: nothing is guessed,
+    # so no two runs on a machine can collide.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return spawn_processes(_spawned_rank, (store.port, world_size, options, function, args), world_size)
+
+
+def _spawned_rank(rank: int, port: int, world_size: int, options: GroupOptions, function: Callable, args: tuple) -> Any:
+    if options.device_type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    timeout = timedelta(seconds=options.timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    with process_group(options, Placement(rank, world_size, rank, world_size), store) as context:
+        return function(context, *args)
+
+
+def _run_this_rank(function: Callable, args: tuple, world_size: int, options: GroupOptions) -> list | None:
+    placement = _placement_from_environment()
+    if world_size != placement.world_size:
+        raise ValueError(f"world_size is {world_size}, but {launcher()} started {placement.world_size} ranks")
+    store = None
+    if launcher() == "slurm" and "MASTER_PORT" not in os.environ:
+        store = slurm.rendezvous(os.environ, placement.rank, options.timeout_s)
+    try:
+        with process_group(options, placement, store) as context:
+            result = function(context, *args)
+            results = [None] * world_size if placement.rank == 0 else None
+            dist.gather_object(result, results)
+            return results
+    except BaseException as error:
+        _report_and_exit(error, placement)
+        raise
+
+
+def _report_and_exit(error: BaseException, placement: Placement) -> None:
+    """Print whose traceback this is and end the process at once, so that the launcher sees it and ends the others:
+    an ordinary exit would wait for NCCL kernels whose peers never come."""
+    where = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
+    text = "".join(traceback.format_exception(error))
+    print(f"{where} raised {type(error).__name__}:\n{text}", file=sys.stderr, flush=True)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+        ErrorHandler().record_exception(error)  # torchrun's own summary then names the rank and its error
+    sys.stdout.flush()
+    os._exit(1)

@@ -1,0 +1,98 @@
+"""Ranks that Slurm's srun started: who they are, and how they meet.
+
+No port is agreed on in advance: rank 0 binds a free one and publishes it in a file on the shared file system.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_rendezvous_counter = itertools.count()
+
+
+def is_task_of_several(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one task of several. A batch script, and a shell that srun opened as its
+    only task, are none."""
+    return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment and _n_tasks(environment) > 1
+
+
+def _n_tasks(environment: Mapping[str, str]) -> int:
+    return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+
+
+def placement(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """(rank, world_size, local_rank, local_world_size) of this task."""
+    rank = int(environment["SLURM_PROCID"])
+    per_node = _tasks_per_node(
+        environment.get(
+            "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(_n_tasks(environment)))
+        )
+    )
+    return (
+        rank,
+        _n_tasks(environment),
+        int(environment["SLURM_LOCALID"]),
+        per_node[int(environment.get("SLURM_NODEID", "0"))],
+    )
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Slurm's "4(x2),3" is [4, 4, 3]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, repeat = part.partition("(x")
+        counts += [int(count)] * int(repeat.rstrip(")") or 1)
+    return counts
+
+
+def rendezvous(environment: Mapping[str, str], rank: int, timeout_s: float) -> dist.TCPStore:
+    """A store that all tasks of this job step share: rank 0 hosts it on a free port.
+
+    The address travels through a file in CS336_RENDEZVOUS_DIR, or else in the directory that the job was submitted
+    from; both must be seen by all nodes. It is removed once all ranks have met.
+
+    Raises:
+        TimeoutError: rank 0 published no address within `timeout_s` seconds.
+    """
+    import torch.distributed as dist
+
+    directory = Path(environment.get("CS336_RENDEZVOUS_DIR", environment.get("SLURM_SUBMIT_DIR", ".")))
+    restarts, meeting = environment.get("SLURM_RESTART_COUNT", "0"), next(_rendezvous_counter)
+    job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
+    file = directory / f".rendezvous-{job}-{step}-{restarts}-{meeting}"
+    world_size, timeout = _n_tasks(environment), timedelta(seconds=timeout_s)
+    if rank == 0:
+        one_node = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1"
+        host = "127.0.0.1" if one_node else environment.get("SLURMD_NODENAME", socket.gethostname())
+        store = dist.TCPStore("0.0.0.0" if not one_node else host, 0, is_master=True, wait_for_workers=False)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(f"{host} {store.port}")
+        partial.replace(file)  # atomic: no reader sees half an address
+        store.set("rank 0 is there", "")
+    else:
+        host, port = _published_address(file, timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    if store.add("met", 1) == world_size:
+        file.unlink(missing_ok=True)
+    return store
+
+
+def _published_address(file: Path, timeout_s: float) -> tuple[str, int]:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        try:
+            host, port = file.read_text().split()
+            return host, int(port)
+        except FileNotFoundError:
+            time.sleep(0.1)
+    raise TimeoutError(f"rank 0 published no address in {file} within {timeout_s:g} s")

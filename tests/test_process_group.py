@@ -1,0 +1,202 @@
+"""Ranks start, meet, agree and end together, whether spawned, or started by torchrun or srun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.distributed import slurm
+from cs336_systems.distributed.process_group import GroupOptions, RankContext, check_gpus, run_ranks, spawn_ranks
+from cs336_systems.distributed.spawn import RankFailedError
+from tests.distributed_helpers import run_gloo, start_python
+
+END_S = 30.0  # a failed run must have ended by then
+
+
+def _sum_of_ranks(context: RankContext, offset: int) -> tuple[int, int, float, str]:
+    total = torch.tensor(float(context.rank + offset))
+    dist.all_reduce(total)
+    return context.rank, dist.get_world_size(), total.item(), str(context.device)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_spawned_ranks_meet_and_return_in_rank_order(world_size: int) -> None:
+    results = run_gloo(_sum_of_ranks, 10, world_size=world_size)
+    total = sum(rank + 10 for rank in range(world_size))
+    assert results == [(rank, world_size, total, "cpu") for rank in range(world_size)]
+    assert not dist.is_initialized()
+
+
+def _large_result(context: RankContext) -> torch.Tensor:
+    return torch.full((1_000_000,), float(context.rank))
+
+
+def test_results_larger_than_a_pipe_come_back() -> None:
+    results = run_gloo(_large_result)
+    assert [result[-1].item() for result in results] == [0.0, 1.0]
+
+
+def _environment_value(_: RankContext, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_see_the_callers_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_gloo(_environment_value, "X")  # the fork server is running, with an environment of its own
+    monkeypatch.setenv("CS336_TEST_VALUE", "now")
+    assert run_gloo(_environment_value, "CS336_TEST_VALUE") == ["now", "now"]
+
+
+def test_a_spawned_rank_starts_quickly() -> None:
+    run_gloo(_sum_of_ranks, 0)  # the fork server imports torch once
+    start_s = time.monotonic()
+    run_gloo(_sum_of_ranks, 0)
+    assert time.monotonic() - start_s < 5.0  # 0.1 s on an idle machine; importing torch twice would take more
+
+
+def _fail(context: RankContext, how: str) -> None:
+    if context.rank == 1:
+        if how == "raises":
+            raise ArithmeticError("no such gradient")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leaves":
+            os._exit(0)
+    while True:  # the others wait for a rank that never comes
+        dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "rank 1 of 3 raised ArithmeticError: no such gradient"),
+        ("killed", "rank 1 of 3 was killed by SIGKILL"),
+        ("leaves", "rank 1 of 3 ended with exit status 0 and no result"),
+    ],
+)
+def test_a_failing_rank_ends_the_run_and_is_named(how: str, message: str) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(RankFailedError) as failure:
+        run_gloo(_fail, how, world_size=3)
+    assert time.monotonic() - start_s < END_S
+    assert failure.value.rank == 1
+    assert str(failure.value).startswith(message)
+    if how == "raises":
+        assert "in _fail" in failure.value.cause_traceback
+        assert failure.value.cause_traceback.strip() in str(failure.value)
+        assert isinstance(failure.value.__cause__, ArithmeticError)
+
+
+def _hang_alone(context: RankContext) -> None:
+    if context.rank == 1:
+        raise KeyError("gone")
+    time.sleep(3600)  # no collective through which it could notice
+
+
+def test_ranks_that_notice_nothing_are_ended_too() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 1 of 2 raised KeyError"):
+        run_gloo(_hang_alone)
+    assert time.monotonic() - start_s < END_S
+
+
+_PARENT = """
+import os, time
+from cs336_systems.distributed import spawn
+
+def sleep(rank):
+    print(os.getpid(), flush=True)
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    spawn._preloaded_modules.clear()  # nothing here needs torch
+    spawn.spawn_processes(sleep, (), 1)
+"""
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    """A parent that is killed leaves no ranks behind."""
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    parent = start_python(str(script))
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    _wait_until(lambda: not _is_running(pid))
+    parent.stdout.close()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device_type": "tpu"}, "device_type is 'tpu'"),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0"),
+        ({"max_ctas": 4}, "max_ctas is 4"),
+        ({"device_type": "cuda", "max_ctas": 0}, "max_ctas is 0"),
+    ],
+)
+def test_bad_options_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupOptions(**arguments)
+
+
+def test_bad_world_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="world_size is 0"):
+        spawn_ranks(_sum_of_ranks, 0, world_size=0)
+    n_gpus = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"world size of {n_gpus + 1} .* {n_gpus} are visible"):
+        spawn_ranks(_sum_of_ranks, 0, world_size=n_gpus + 1, options=GroupOptions("cuda"))
+    check_gpus("cpu", 10_000)
+
+
+def test_a_world_size_other_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="world_size is 3, but torchrun started 2 ranks"):
+        run_ranks(_sum_of_ranks, 0, world_size=3)
+
+
+# Slurm: the variables that srun sets
+
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+}
+
+
+def test_slurm_placement() -> None:
+    assert slurm.is_task_of_several(STEP)
+    assert slurm.placement(STEP) == (5, 7, 1, 3)
+    assert slurm.placement({**STEP, "SLURM_STEP_TASKS_PER_NODE": "3(x2),1", "SLURM_NODEID": "2"}) == (5, 7, 1, 1)
+
+
+def test_a_batch_script_and_a_lone_task_spawn_their_own_ranks() -> None:
+    assert not slurm.is_task_of_several({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
+    assert not slurm.is_task_of_several({**STEP, "SLURM_STEP_NUM_TASKS": "1"})
+    assert not slurm.is_task_of_several({})
