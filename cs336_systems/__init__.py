@@ -1,0 +1,1 @@
+"""The systems side of language-model training: measure it, make it fast, spread it over GPUs."""

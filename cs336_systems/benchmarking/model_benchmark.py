@@ -1,0 +1,172 @@
+"""The end-to-end benchmark: one row a cell, with each phase's time, throughput, share of peak, and peak memory.
+
+Handout, end-to-end benchmarking: warm-up steps, then measured steps, synchronised after each; mean and deviation.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from cs336_systems.configs import BenchmarkCell
+from cs336_systems.records import Statistics
+
+PHASES = ("forward", "loss", "backward", "optimizer", "step")
+
+
+@dataclass(frozen=True)
+class BenchmarkRow(BenchmarkCell):
+    """A cell and what it measured; results are None where the status is not "ok" or the mode lacks the phase.
+
+    `tflops` counts the model's matrix products (accounting.flops) over the median step; `peak_share` sets that beside
+    the card's dense peak in the cell's precision. `peak_memory_gib` is the allocator's peak during the measured steps
+    on a GPU, and the process's peak resident set on a CPU.
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    forward_mean_ms: float | None = None
+    forward_std_ms: float | None = None
+    forward_median_ms: float | None = None
+    forward_min_ms: float | None = None
+    loss_mean_ms: float | None = None
+    loss_std_ms: float | None = None
+    loss_median_ms: float | None = None
+    loss_min_ms: float | None = None
+    backward_mean_ms: float | None = None
+    backward_std_ms: float | None = None
+    backward_median_ms: float | None = None
+    backward_min_ms: float | None = None
+    optimizer_mean_ms: float | None = None
+    optimizer_std_ms: float | None = None
+    optimizer_median_ms: float | None = None
+    optimizer_min_ms: float | None = None
+    step_mean_ms: float | None = None
+    step_std_ms: float | None = None
+    step_median_ms: float | None = None
+    step_min_ms: float | None = None
+    tokens_per_s: float | None = None
+    tflops: float | None = None
+    peak_share: float | None = None
+    peak_memory_gib: float | None = None
+
+
+def measure_cell(cell: BenchmarkCell) -> dict[str, Any]:
+    """Builds the cell's workload, times its steps, and returns the row's results. Meant for a fresh process."""
+    import torch
+
+    from cs336_systems.accounting.flops import matmul_flops_forward, peak_tflops, train_step_flops
+    from cs336_systems.benchmarking.timing import time_step
+    from cs336_systems.workload import Workload
+
+    workload = Workload(cell)
+    on_gpu = workload.device.type == "cuda"
+
+    def on_warm() -> None:
+        gc.collect()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(workload.device)
+
+    phases = time_step(workload.step, cell.warmup, cell.steps, workload.device, on_warm)
+    results: dict[str, Any] = {}
+    for phase, times in phases.items():
+        statistics = Statistics.of(times)
+        for name in ("mean", "std", "median", "min"):
+            results[f"{phase}_{name}_ms"] = getattr(statistics, name)
+    seconds = results["step_median_ms"] / 1e3
+    count = matmul_flops_forward if cell.mode == "forward" else train_step_flops
+    tflops = count(cell.model_config(), cell.batch_size, cell.ctx) / seconds / 1e12
+    peak = peak_tflops(torch.cuda.get_device_name(workload.device), cell.precision) if on_gpu else None
+    return results | {
+        "tokens_per_s": cell.batch_size * cell.ctx / seconds,
+        "tflops": tflops,
+        "peak_share": tflops / peak if peak else None,
+        "peak_memory_gib": _peak_memory_bytes(workload.device) / 2**30,
+    }
+
+
+def _peak_memory_bytes(device: Any) -> int:
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts it in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def sweep_cells(sizes: Iterable[dict[str, Any]], **parameters: Any) -> list[BenchmarkCell]:
+    """The product of all parameters: each keyword is one value or a tuple of values.
+
+    `sizes` are what a size stands for, e.g. `{"size": "tiny", "d_model": 128, …}`. Raises ValueError for the first cell
+    that cannot be.
+    """
+    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
+    return [
+        BenchmarkCell(**size, **dict(zip(varied, values, strict=True)))
+        for size in sizes
+        for values in product(*varied.values())
+    ]
+
+
+def cell_label(cell: BenchmarkCell) -> str:
+    """What a progress bar calls a cell, e.g. "small ctx 256 train-step bf16"."""
+    compiled = {"off": "", "on": " compiled", "blocks": " compiled blocks"}[cell.compile]
+    attention = "" if cell.attention == "naive" else f" {cell.attention}"
+    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{compiled}"
+
+
+_PARAMETER_HEADINGS = {
+    "size": "size",
+    "ctx": "ctx",
+    "batch_size": "batch",
+    "mode": "mode",
+    "precision": "precision",
+    "attention": "attention",
+    "compile": "compile",
+    "optimizer": "optimizer",
+    "warmup": "warm-up",
+}
+_RESULT_HEADINGS = {
+    "status": "status",
+    "forward_mean_ms": "forward ms",
+    "forward_std_ms": "± ms",
+    "backward_mean_ms": "backward ms",
+    "backward_std_ms": "±  ms",
+    "optimizer_mean_ms": "optimizer ms",
+    "optimizer_std_ms": "±   ms",
+    "step_mean_ms": "step ms",
+    "step_std_ms": "±    ms",
+    "step_median_ms": "step median ms",
+    "tokens_per_s": "tokens/s",
+    "tflops": "TFLOP/s",
+    "peak_share": "of peak",
+    "peak_memory_gib": "peak GiB",
+}
+
+
+def table_columns(rows: list[BenchmarkRow]) -> dict[str, str]:
+    """The columns that a person reads: parameters that vary (and size and ctx), and results that some row has."""
+
+    def values(name: str) -> set:
+        return {getattr(row, name) for row in rows}
+
+    shown = {n: h for n, h in _PARAMETER_HEADINGS.items() if n in ("size", "ctx") or len(values(n)) > 1}
+    shown |= {n: h for n, h in _RESULT_HEADINGS.items() if n == "status" or values(n) != {None}}
+    return shown
+
+
+def table_note(rows: list[BenchmarkRow]) -> str:
+    """A line that says what is the same in all rows."""
+    constant = {
+        heading: getattr(rows[0], name)
+        for name, heading in (
+            _PARAMETER_HEADINGS | {"steps": "steps", "seed": "seed", "vocab_size": "vocabulary"}
+        ).items()
+        if len({getattr(row, name) for row in rows}) == 1
+    }
+    return "In all rows: " + ", ".join(f"{heading} {value}" for heading, value in constant.items()) + "."

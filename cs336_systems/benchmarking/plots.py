@@ -1,0 +1,96 @@
+"""Pictures of benchmark rows. One place for the look of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
+
+# One colour a phase or a technique, told apart by colour-blind readers too (Okabe and Ito's palette).
+PHASE_COLOURS = {"forward": "#0072B2", "loss": "#56B4E9", "backward": "#D55E00", "optimizer": "#009E73"}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+
+_AXES = ("ctx", "warmup", "compile", "attention", "optimizer", "precision", "mode", "batch_size")
+
+
+def new_figure(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, Any]:
+    """A figure and its axes as a (rows, columns) array, drawn without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes the picture (the ending names the format) and lets its memory go."""
+    import matplotlib.pyplot as plt
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_phases(rows: Sequence[BenchmarkRow], path: Path) -> None:
+    """Stacked bars of the phases' mean times: a panel a size, groups along the first parameter that varies, bars within
+    a group along the others. The whiskers are the step's standard deviation; a cell without a time shows its status."""
+    varied = [name for name in _AXES if len({getattr(row, name) for row in rows}) > 1]
+    group_by, within = (varied[0], varied[1:]) if varied else ("ctx", [])
+    sizes = list(dict.fromkeys(row.size for row in rows))
+    columns = min(len(sizes), 3)
+    figure, axes = new_figure(columns, -(-len(sizes) // columns), width=max(3.2, 9.6 / columns))
+    for axis in axes.flat[len(sizes) :]:
+        axis.set_visible(False)
+    for axis, size in zip(axes.flat, sizes, strict=False):
+        _draw_panel(axis, [row for row in rows if row.size == size], group_by, within)
+        axis.set_title(size)
+        axis.set_xlabel(group_by if not within else f"{group_by}; bars: {_join(within, ' / ')}")
+        axis.set_ylabel("ms a step")
+    handles = {
+        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    axes.flat[0].legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def _draw_panel(axis: Any, rows: Sequence[BenchmarkRow], group_by: str, within: list[str]) -> None:
+    groups = list(dict.fromkeys(getattr(row, group_by) for row in rows))
+    bars = list(dict.fromkeys(_bar_label(row, within) for row in rows))
+    width = 0.8 / len(bars)
+    for row in rows:
+        bar = bars.index(_bar_label(row, within))
+        x = groups.index(getattr(row, group_by)) + (bar - (len(bars) - 1) / 2) * width
+        if row.status != "ok":
+            axis.text(x, 0, f" {row.status}", rotation=90, ha="center", va="bottom", fontsize=7, color="#999999")
+            continue
+        bottom = 0.0
+        for phase, colour in PHASE_COLOURS.items():
+            time = getattr(row, f"{phase}_mean_ms")
+            if time is not None:
+                axis.bar(x, time, width * 0.92, bottom=bottom, color=colour, label=phase)
+                bottom += time
+        axis.errorbar(x, bottom, yerr=row.step_std_ms, color="black", elinewidth=0.8, capsize=2)
+        if within:
+            axis.text(x, bottom, f" {_bar_label(row, within)}", rotation=90, ha="center", va="bottom", fontsize=6)
+    axis.set_xticks(range(len(groups)), [str(group) for group in groups])
+    axis.margins(y=0.25 if within else 0.08)
+
+
+def _bar_label(row: BenchmarkRow, within: list[str]) -> str:
+    return _join([_LABELS.get((name, getattr(row, name)), str(getattr(row, name))) for name in within], " ")
+
+
+_LABELS = {("compile", "on"): "compiled", ("compile", "off"): "eager", ("compile", "blocks"): "compiled blocks"}
+
+
+def _join(parts: Sequence[str], separator: str) -> str:
+    return separator.join(part.replace("_", " ") for part in parts)

@@ -1,0 +1,72 @@
+"""Measures the cells of a sweep one after another, each in a fresh process, and keeps a row of each on disk."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.records import ResultsFile
+
+
+def run_sweep(
+    cells: Sequence[Any],
+    measure: Callable[[Any], Any],
+    results: ResultsFile,
+    label: Callable[[Any], str] = str,
+) -> None:
+    """Adds to `results` one row a cell, in order, skipping cells whose row is there already.
+
+    Args:
+        cells: frozen dataclasses of parameters. A cell whose `cold_caches` is true gets empty compile caches.
+        measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own.
+        results: its `row_type` has the cell's fields, `status`, `reason`, and the results (None where there is none).
+            Out of memory is a result, so such a row is not measured again either.
+        label: what the progress bar calls a cell.
+
+    Raises:
+        RuntimeError: a measurement failed otherwise than by memory; the rows so far are on disk.
+        OSError: a row could not be written; the rows before it are on disk.
+    """
+    to_measure = [cell for cell in cells if not any(_is_row_of(row, cell) for row in results.rows)]
+    with tqdm(total=len(cells), initial=len(cells) - len(to_measure), unit="cell", file=sys.stderr) as bar:
+        for cell in to_measure:
+            bar.set_description(label(cell))
+            with _compile_caches(getattr(cell, "cold_caches", False)) as environment:
+                outcome = run_isolated(measure, cell, environment=environment)
+            results.append(
+                results.row_type(
+                    **{
+                        **dict.fromkeys(results.row_type.__dataclass_fields__),
+                        **asdict(cell),
+                        **(outcome.value or {}),
+                        "status": outcome.status,
+                        "reason": outcome.reason,
+                    }
+                )
+            )
+            bar.update()
+
+
+def _is_row_of(row: Any, cell: Any) -> bool:
+    return all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__)
+
+
+@contextmanager
+def _compile_caches(cold: bool) -> Iterator[Mapping[str, str]]:
+    """Environment for a cell: nothing, or Inductor's and Triton's caches in folders of its own that start empty."""
+    if not cold:
+        yield {}
+        return
+    folder = tempfile.mkdtemp(prefix="cs336-cold-caches-")
+    try:
+        yield {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

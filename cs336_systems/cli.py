@@ -1,0 +1,51 @@
+"""What the scripts share: arguments from a dataclass, and errors that name the flag instead of a traceback."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+Arguments = TypeVar("Arguments")
+
+
+def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
+    """Reads the command line into a dataclass; `--help` and errors of type are answered here, before any heavy import."""
+    import tyro
+
+    return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
+
+
+@contextmanager
+def refusing_bad_input() -> Iterator[None]:
+    """Turns a ValueError such as `ctx=0: must be at least 1` into `error: --ctx 0: must be at least 1`, exit status 2.
+
+    Put it around checks only, so that a ValueError from real work keeps its traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """Prints the message as a flag's error and exits with status 2."""
+    flag = re.match(r"(\w+)=(\S+): ", message)
+    if flag:
+        message = f"--{flag[1].replace('_', '-')} {flag[2].strip(chr(39))}: {message[flag.end() :]}"
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def command_line() -> str:
+    """What was typed, to be run again: `python scripts/benchmark.py --size small`."""
+    import shlex
+    from pathlib import Path
+
+    script = Path(sys.argv[0])
+    root = Path(__file__).resolve().parents[1]
+    resolved = script.resolve()
+    shown: Any = resolved.relative_to(root) if resolved.is_relative_to(root) else script.name
+    return shlex.join(["python", str(shown), *sys.argv[1:]])

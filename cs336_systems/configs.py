@@ -1,0 +1,164 @@
+"""What can be built and measured, by name: the model sizes of both editions and the parameters of a benchmark cell.
+
+Plain data with its checks: no torch here, so that a command line can be parsed, refused or explained at once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+Mode = Literal["forward", "forward-backward", "train-step"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+Compile = Literal["off", "on", "blocks"]
+Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton"]
+Optimizer = Literal["adamw", "adamw-fused"]
+
+ATTENTION_NAMES: tuple[str, ...] = get_args(Attention)
+
+
+def check(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Raises ValueError, naming the argument, its value and what is allowed, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{name}={value!r}: {allowed}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Transformer language model's hyperparameters (vocabulary in tokens, context_length in tokens).
+
+    Raises:
+        ValueError: a value below 1, or heads that do not divide d_model into an even head_dim (RoPE turns pairs).
+    """
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = 10_000
+    context_length: int = 256
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        check(
+            self.d_model % self.num_heads == 0,
+            "num_heads",
+            self.num_heads,
+            f"must divide d_model={self.d_model}",
+        )
+        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "d_model / num_heads must be even for RoPE")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+# Handout, both editions: section 1.1 (2025) names small … 2.7b; 2026 calls 2.7b "xl" and adds 10b. 8b is the 2026
+# leaderboard's model. `tiny` is this project's own, to run in seconds on a laptop's CPU.
+MODEL_SIZES: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(d_model=128, d_ff=512, num_layers=2, num_heads=4),
+    "small": ModelConfig(d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+    "medium": ModelConfig(d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+    "large": ModelConfig(d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+    "xl": ModelConfig(d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+    "2.7b": ModelConfig(d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+    "10b": ModelConfig(d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+    "8b": ModelConfig(d_model=4096, d_ff=11008, num_layers=34, num_heads=32, vocab_size=151_936, context_length=32_768),
+}
+SIZE_NAMES: tuple[str, ...] = (*MODEL_SIZES, "custom")
+
+
+@dataclass(frozen=True)
+class BenchmarkCell:
+    """One cell of a sweep: everything that decides what is built and how it is timed.
+
+    `size` is a label, one of `SIZE_NAMES`; the hyperparameters beside it are what is built. `warmup` and `steps` count
+    steps; `ctx` counts tokens. `cold_caches` gives the cell empty compile caches of its own.
+
+    Raises:
+        ValueError: a value out of its range, or a combination that cannot run (naming the parameter and what is
+            allowed).
+    """
+
+    size: str
+    ctx: int
+    mode: Mode = "train-step"
+    precision: Precision = "fp32"
+    compile: Compile = "off"
+    attention: Attention = "naive"
+    optimizer: Optimizer = "adamw"
+    warmup: int = 5
+    steps: int = 10
+    batch_size: int = 4
+    device: str = "cpu"
+    seed: int = 0
+    cold_caches: bool = False
+    vocab_size: int = 10_000
+    d_model: int = 128
+    d_ff: int = 512
+    num_layers: int = 2
+    num_heads: int = 4
+
+    def __post_init__(self) -> None:
+        check(self.size in SIZE_NAMES, "size", self.size, f"must be one of {', '.join(SIZE_NAMES)}")
+        for name, choices in (
+            ("mode", Mode),
+            ("precision", Precision),
+            ("compile", Compile),
+            ("attention", Attention),
+            ("optimizer", Optimizer),
+        ):
+            allowed = get_args(choices)
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        check(self.ctx >= 1, "ctx", self.ctx, "must be at least 1")
+        check(self.warmup >= 0, "warmup", self.warmup, "must be 0 or more")
+        check(self.steps >= 1, "steps", self.steps, "must be at least 1")
+        check(self.batch_size >= 1, "batch_size", self.batch_size, "must be at least 1")
+        check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
+        check(
+            re.fullmatch(r"cpu|mps|cuda(:\d+)?", self.device) is not None,
+            "device",
+            self.device,
+            "must be cpu, mps, cuda or cuda:N",
+        )
+        check(
+            self.precision != "tf32" or self.device.startswith("cuda"),
+            "precision",
+            self.precision,
+            f"is a mode of NVIDIA's tensor cores, and device={self.device!r}; there fp32 and bf16 run",
+        )
+        check(
+            self.precision != "fp16" or self.device != "mps",
+            "precision",
+            self.precision,
+            "needs a gradient scaler, which device='mps' lacks; there fp32 and bf16 run",
+        )
+        self.model_config()  # refuses hyperparameters that do not fit each other
+
+    def model_config(self) -> ModelConfig:
+        """The model that this cell builds; its context is the cell's."""
+        return ModelConfig(
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            vocab_size=self.vocab_size,
+            context_length=self.ctx,
+        )
+
+
+def named_cell(size: str, ctx: int, **parameters) -> BenchmarkCell:
+    """A cell of a named size; keyword arguments are `BenchmarkCell`'s other fields.
+
+    For example `named_cell("small", 256, mode="forward")`. Raises ValueError for a size that has no name here.
+    """
+    check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
+    named = MODEL_SIZES[size]
+    shape = {name: getattr(named, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")}
+    return BenchmarkCell(size=size, ctx=ctx, **{**shape, **parameters})
+
+
+CELL_PARAMETERS: tuple[str, ...] = tuple(field.name for field in fields(BenchmarkCell))

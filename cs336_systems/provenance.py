@@ -1,0 +1,108 @@
+"""Where measurements came from: the command, the card, the versions and the commit, once a run beside its rows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+_SOURCE_ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where rows came from: once a run, beside its rows."""
+
+    command: str
+    date: str  # UTC, e.g. "2026-01-31 12:00"
+    gpu: str  # "none" on a CPU
+    gpu_count: int
+    gpu_memory_gib: float
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    python: str
+    cpu: str
+    cpu_count: int
+    git_commit: str  # with "+changes" behind it if the work tree differs from the commit
+
+    def summary(self) -> str:
+        """One line for a person, e.g. under a table."""
+        if self.gpu == "none":
+            hardware = f"{self.cpu} ({self.cpu_count} cores)"
+        else:
+            hardware = f"{self.gpu_count} × {self.gpu} ({self.gpu_memory_gib:.0f} GiB, driver {self.driver})"
+        return (
+            f"{hardware}; CUDA {self.cuda}, torch {self.torch}, Triton {self.triton}, Python {self.python}; "
+            f"commit {self.git_commit}, {self.date} UTC; `{self.command}`"
+        )
+
+
+def collect_provenance(command: str, device: str = "cuda") -> Provenance:
+    """Reads the machine's and the software's versions. `command` is what a person would type to repeat the run.
+
+    `device` "cpu" leaves the GPU out, so that a CPU's rows are not credited to a card. Touches the CUDA driver: a
+    parent that must leave the card alone calls this in a child (`run_isolated`). The commit comes from git, or from the
+    environment variable GIT_COMMIT where there is no checkout (a container).
+    """
+    import torch
+
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    on_gpu = device.startswith("cuda") and torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    return Provenance(
+        command=command,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        gpu=properties.name if properties else "none",
+        gpu_count=torch.cuda.device_count() if on_gpu else 0,
+        gpu_memory_gib=round(properties.total_memory / 2**30, 1) if properties else 0.0,
+        driver=_driver_version() if on_gpu else "none",
+        cuda=str(torch.version.cuda) if torch.version.cuda else "none",
+        torch=str(torch.__version__),
+        triton=triton_version,
+        python=platform.python_version(),
+        cpu=_cpu_name(),
+        cpu_count=os.cpu_count() or 1,
+        git_commit=_git_commit(),
+    )
+
+
+def _driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _output(query).splitlines()[0] if shutil.which("nvidia-smi") else "unknown"
+
+
+def _cpu_name() -> str:
+    if platform.system() == "Darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git_commit() -> str:
+    commit = _output(["git", "-C", str(_SOURCE_ROOT), "rev-parse", "--short=12", "HEAD"])
+    if not commit:
+        return os.environ.get("GIT_COMMIT", "unknown")
+    # What a run writes is not a change of the code that it measures.
+    changed = _output(["git", "-C", str(_SOURCE_ROOT), "status", "--porcelain", "--", ".", ":!results", ":!out"])
+    return commit + ("+changes" if changed else "")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,200 @@
+"""Rows and the files that hold them: what every benchmark and profile writes.
+
+A row is a frozen dataclass of scalars. A `ResultsFile` keeps rows as JSON, replaced atomically after each row, so that
+whatever stops the run (Ctrl-C, a full disk, a crash) leaves every finished row readable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from cs336_systems.provenance import Provenance
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean, sample standard deviation (0 for one value), median and minimum, in the values' own unit."""
+
+    mean: float
+    std: float
+    median: float
+    min: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Statistics:
+        """Raises ValueError for no values."""
+        if not values:
+            raise ValueError("values=[]: statistics need at least one value")
+        return cls(
+            mean=float(statistics.fmean(values)),
+            std=float(statistics.stdev(values)) if len(values) > 1 else 0.0,
+            median=float(statistics.median(values)),
+            min=float(min(values)),
+        )
+
+
+Row = TypeVar("Row")  # a frozen dataclass of scalars
+
+
+class ResultsFile(Generic[Row]):
+    """Rows of one kind in `<directory>/<name>.json`, with CSV, Markdown and LaTeX beside it on request.
+
+    Each row belongs to a run, and each run has its provenance, so that a resumed file still says where every row is
+    from. An existing file that is not resumed is renamed, never overwritten.
+
+    Raises:
+        ValueError: the directory cannot be written, or the file to resume holds other columns or another card's rows.
+    """
+
+    def __init__(
+        self, directory: str | Path, name: str, row_type: type[Row], provenance: Provenance, resume: bool = False
+    ) -> None:
+        self.directory = Path(directory)
+        self.path = self.directory / f"{name}.json"
+        self.row_type = row_type
+        self.runs: list[Provenance] = []
+        self.rows: list[Row] = []
+        self._run_of_row: list[int] = []
+        check_writable(self.directory)
+        if self.path.exists():
+            if resume:
+                self._read()
+                self._check_same_machine(provenance)
+            else:
+                stamp = datetime.fromtimestamp(self.path.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
+                self.path.rename(self.path.with_name(f"{name}-{stamp}.json"))
+        self.runs.append(provenance)
+
+    def append(self, row: Row) -> None:
+        """Adds a row and puts the whole file on disk. Raises OSError if it can't; the file then is as it was before."""
+        self.rows.append(row)
+        self._run_of_row.append(len(self.runs) - 1)
+        self._write()
+
+    def used_runs(self) -> list[Provenance]:
+        """The runs that have rows, in order."""
+        return [run for index, run in enumerate(self.runs) if index in set(self._run_of_row)]
+
+    def write_tables(self, columns: Mapping[str, str] | None = None, note: str = "") -> str:
+        """Writes CSV (every column), Markdown and LaTeX (`columns`: field to heading) and returns the Markdown."""
+        if not self.rows:
+            return ""
+        frame = to_frame(self.rows)
+        shown = to_frame(self.rows, columns)
+        provenance = [f"Measured: {run.summary()}" for run in self.used_runs()]
+        markdown = "\n\n".join([to_markdown(self.rows, columns), *([note] if note else []), *provenance]) + "\n"
+        latex = "\n".join(f"% {line}" for line in provenance) + "\n"
+        latex += shown.to_latex(index=False, escape=True, na_rep="--")
+        write_atomically(self.path.with_suffix(".csv"), frame.to_csv(index=False))
+        write_atomically(self.path.with_suffix(".md"), markdown)
+        write_atomically(self.path.with_suffix(".tex"), latex)
+        return markdown
+
+    def _write(self) -> None:
+        document = {
+            "runs": [asdict(run) for run in self.runs],
+            "rows": [{"run": run, **_as_dict(row)} for run, row in zip(self._run_of_row, self.rows, strict=True)],
+        }
+        write_atomically(self.path, json.dumps(document, indent=1) + "\n")
+
+    def _read(self) -> None:
+        self.runs, self.rows, self._run_of_row = read_results(self.path, self.row_type)
+
+    def _check_same_machine(self, now: Provenance) -> None:
+        for before in self.runs:
+            for name in ("gpu", "torch", "triton"):
+                if getattr(before, name) != getattr(now, name):
+                    raise ValueError(
+                        f"resume={str(self.path)!r}: its rows were measured with {name} {getattr(before, name)}, and "
+                        f"this machine has {getattr(now, name)}; name another --out"
+                    )
+
+
+def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance], list[Row], list[int]]:
+    """Reads what a ResultsFile wrote: the runs, the rows, and each row's run.
+
+    Raises ValueError, naming the file, where it is not such a file or has other columns than `row_type`.
+    """
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        runs = [Provenance(**run) for run in document["runs"]]
+        run_of_row = [int(row.pop("run")) for row in document["rows"]]
+        names = {field.name for field in fields(row_type)}  # ty: ignore[invalid-argument-type]
+        for row in document["rows"]:
+            if set(row) != names:
+                raise ValueError(f"columns differ by {sorted(set(row) ^ names)}")
+        rows = [row_type(**row) for row in document["rows"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a results file of {row_type.__name__} rows ({error})") from error
+    return runs, rows, run_of_row
+
+
+def check_writable(directory: Path) -> None:
+    """Makes the directory, and raises ValueError, naming it, if no file can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"out={str(directory)!r}: must be a folder that can be written to ({error.strerror})"
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file whole, or leaves it as it was and raises OSError."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def to_frame(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> Any:
+    """Rows as a pandas DataFrame: all fields, or `columns` (field name to heading) in their order."""
+    import pandas as pd
+
+    frame = pd.DataFrame([_as_dict(row) for row in rows])
+    return frame if columns is None else frame[list(columns)].rename(columns=dict(columns))
+
+
+def to_markdown(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> str:
+    """Rows as a Markdown table. Floats are shown to four significant digits, missing values as a dash."""
+    frame = to_frame(rows, columns)
+    frame = frame.astype(object).map(format_value)
+    numeric = [all(_is_number(value) for value in frame[column]) for column in frame.columns]
+    return frame.to_markdown(
+        index=False, disable_numparse=True, colalign=["right" if right else "left" for right in numeric]
+    )
+
+
+def _as_dict(row: Any) -> dict[str, Any]:
+    return asdict(row)
+
+
+def format_value(value: Any) -> str:
+    """One cell of a table, e.g. 12.3456 -> "12.35", 1234.5 -> "1234", None -> "–"."""
+    if value is None or value != value:  # NaN
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def _is_number(text: str) -> bool:
+    return text == "–" or text.replace(".", "", 1).replace("e-", "", 1).lstrip("-").isdigit()

@@ -1,0 +1,137 @@
+"""Builds what is measured: a model, a batch, an optimizer and the step to run, from one cell's parameters.
+
+Techniques (an attention, a precision, an optimizer) are chosen by name here and nowhere else; whatever times or
+profiles the step does not know which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+import cs336_basics.model
+from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.nn_utils import cross_entropy
+from cs336_basics.optimizer import AdamW
+from cs336_systems.configs import BenchmarkCell
+
+_AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Workload:
+    """One cell's model, batch and optimizer, and `step`, which runs them by phases.
+
+    `step(phase)` opens the phases "forward", "loss", "backward" and "optimizer", as many as the mode has. A forward step
+    runs without autograd. Gradients are dropped before each step (set to None), so that backward writes them and never
+    adds to the last step's. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
+
+    Attributes:
+        model: the `BasicsTransformerLM`, parameters in float32, compiled if the cell says so.
+        inputs, targets: (batch, context) token ids.
+        optimizer: None unless the mode is train-step.
+        loss: the last step's loss, on the device; None after a forward step.
+    """
+
+    def __init__(self, cell: BenchmarkCell) -> None:
+        """Builds everything on the cell's device, from the cell's seed.
+
+        Raises:
+            Unsupported: the cell's attention cannot run on this machine.
+        """
+        self.cell = cell
+        self.device = torch.device(cell.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.manual_seed(cell.seed)
+        torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
+        select_attention(cell.attention, self.device)
+        config = cell.model_config()
+        self.model = build_model(config, self.device)
+        shape = (cell.batch_size, cell.ctx)
+        self.inputs: Int[Tensor, "batch context"] = torch.randint(config.vocab_size, shape, device=self.device)
+        self.targets: Int[Tensor, "batch context"] = torch.randint(config.vocab_size, shape, device=self.device)
+        self.optimizer = build_optimizer(cell.optimizer, self.model) if cell.mode == "train-step" else None
+        scaled = cell.precision == "fp16" and cell.mode == "train-step"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
+        self.loss: Float[Tensor, ""] | None = None
+        compile_model(self.model, cell.compile)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Mixed precision for forward and loss; nothing in float32."""
+        dtype = _AUTOCAST_DTYPE.get(self.cell.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    def step(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Runs one step of the cell's mode, opening each of its phases in turn."""
+        if self.cell.mode == "forward":
+            with torch.no_grad(), phase("forward"), self.autocast():
+                self.model(self.inputs)
+            return
+        self.model.zero_grad(set_to_none=True)
+        with phase("forward"), self.autocast():
+            logits = self.model(self.inputs)
+        with phase("loss"), self.autocast():
+            loss = cross_entropy(logits, self.targets)
+        del logits  # the graph keeps what backward needs; the name would keep it beyond
+        with phase("backward"):
+            self.scaler.scale(loss).backward()
+        self.loss = loss.detach()
+        if self.optimizer is not None:
+            with phase("optimizer"):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+
+def build_model(config, device: torch.device | str) -> BasicsTransformerLM:
+    """A `BasicsTransformerLM` of `config` (a `ModelConfig`) with random float32 weights, made on `device` itself."""
+    with torch.device(device):
+        return BasicsTransformerLM(
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+            d_model=config.d_model,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            d_ff=config.d_ff,
+            rope_theta=config.rope_theta,
+        )
+
+
+def build_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The project's AdamW ("adamw") or PyTorch's in one fused kernel ("adamw-fused"), with their default settings."""
+    if name == "adamw":
+        return AdamW(model.parameters())
+    if name == "adamw-fused":
+        return torch.optim.AdamW(model.parameters(), fused=True)
+    raise ValueError(f"optimizer={name!r}: must be adamw or adamw-fused")
+
+
+def compile_model(model: BasicsTransformerLM, how: str) -> None:
+    """Compiles in place: "on" the whole model as one graph, "blocks" each Transformer block by itself.
+
+    All blocks share one compiled code, so "blocks" compiles in a few seconds whatever the depth; "on" also fuses across
+    blocks, and its compile time grows with them. The compilation itself happens at the first call.
+    """
+    if how == "on":
+        model.compile()
+    elif how == "blocks":
+        for block in model.layers:
+            block.compile()
+
+
+def select_attention(name: str, device: torch.device) -> None:
+    """Puts an attention into `cs336_basics.model` under the global name that the model looks up at each call.
+
+    Raises:
+        Unsupported: it cannot run on `device`.
+    """
+    if name == "naive":
+        cs336_basics.model.scaled_dot_product_attention = _NAIVE_ATTENTION
+        return
+    raise NotImplementedError(name)
+
+
+_NAIVE_ATTENTION = cs336_basics.model.scaled_dot_product_attention

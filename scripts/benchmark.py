@@ -1,0 +1,73 @@
+"""Time a Transformer's forward pass, backward pass and optimizer step, one cell or a whole sweep.
+
+Several values for size, ctx, mode, precision, compile, attention, optimizer or warmup are a sweep over their product:
+
+    python scripts/benchmark.py --size small medium --ctx 128 256 --precision fp32 bf16
+
+Each cell runs in a process of its own and starts with a fresh card. The table is printed as Markdown, and rows are kept
+under --out as JSON, CSV, Markdown, LaTeX and a plot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.cli import command_line, parse
+from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
+
+
+@dataclass(frozen=True)
+class Arguments:
+    size: tuple[str, ...] = ("small",)
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; or custom, with the model's own flags below."""
+    ctx: tuple[int, ...] = (256,)
+    """Context lengths, in tokens."""
+    mode: tuple[Mode, ...] = ("train-step",)
+    """forward runs without autograd; forward-backward adds the loss and backward; train-step adds the optimizer."""
+    precision: tuple[Precision, ...] = ("fp32",)
+    """bf16 and fp16 are autocast over float32 weights; fp16 scales the loss in a train step; tf32 is fp32 with
+    tensor cores."""
+    compile: tuple[Compile, ...] = ("off",)
+    """torch.compile: off, on (the whole model), or blocks (each block by itself, which compiles much sooner)."""
+    attention: tuple[Attention, ...] = ("naive",)
+    """The attention that the model calls."""
+    optimizer: tuple[Optimizer, ...] = ("adamw",)
+    """The project's AdamW, or PyTorch's fused one."""
+    warmup: tuple[int, ...] = (5,)
+    """Steps before measuring."""
+    steps: int = 10
+    """Measured steps."""
+    batch_size: int = 4
+    """Sequences in a batch."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
+    seed: int = 0
+    """Of the random weights and tokens."""
+    out: Path = Path("out/benchmark")
+    """Folder for the results; earlier ones there are renamed, unless resumed."""
+    resume: bool = False
+    """Keep the rows under --out and skip their cells."""
+    cold_caches: bool = False
+    """Give each cell empty compile caches, to see what a first run costs."""
+    vocab_size: int | None = None
+    """Vocabulary, in tokens; 10,000 unless the size says otherwise."""
+    d_model: int | None = None
+    """With --size custom: width of the residual stream."""
+    d_ff: int | None = None
+    """With --size custom: width of the feed-forward layer."""
+    num_layers: int | None = None
+    """With --size custom: Transformer blocks."""
+    num_heads: int | None = None
+    """With --size custom: attention heads; they must divide --d-model."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.run_benchmark import run_benchmark
+
+    run_benchmark(command_line(), **vars(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A process a cell: what a child may do to itself, and what the parent then says."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+from cs336_systems.benchmarking.isolation import Outcome, Unsupported, is_out_of_memory, run_isolated
+
+
+def _double(value):
+    return 2 * value
+
+
+def _process_id():
+    return os.getpid()
+
+
+def _read(variable):
+    return os.environ.get(variable)
+
+
+def _run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 EiB\nmore lines")
+
+
+def _really_run_out_of_memory():
+    return torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def _be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _be_unsupported():
+    raise Unsupported("needs a flux capacitor")
+
+
+def _raise():
+    raise KeyError("a mistake")
+
+
+def _crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_result_comes_back_from_another_process():
+    assert run_isolated(_double, 21) == Outcome("ok", value=42)
+    assert len({os.getpid(), run_isolated(_process_id).value, run_isolated(_process_id).value}) == 3
+
+
+def test_the_environment_is_the_childs_alone():
+    assert run_isolated(_read, "CS336_TEST_VARIABLE", environment={"CS336_TEST_VARIABLE": "7"}).value == "7"
+    assert run_isolated(_read, "CS336_TEST_VARIABLE").value is None
+
+
+def test_running_out_of_memory_is_an_outcome():
+    assert run_isolated(_run_out_of_memory) == Outcome("oom", reason="CUDA out of memory. Tried to allocate 7 EiB")
+    assert run_isolated(_really_run_out_of_memory).status == "oom"
+
+
+def test_being_killed_is_an_outcome():
+    outcome = run_isolated(_be_killed)
+    assert outcome.status == "killed"
+    assert "SIGKILL" in outcome.reason
+    assert run_isolated(_double, 1).value == 2  # and the next call is none the worse
+
+
+def test_unsupported_is_an_outcome_with_its_reason():
+    assert run_isolated(_be_unsupported) == Outcome("unsupported", reason="needs a flux capacitor")
+
+
+def test_other_exceptions_come_back_with_the_childs_traceback():
+    with pytest.raises(RuntimeError, match=r"(?s)_raise failed in its own process.*in _raise.*KeyError: 'a mistake'"):
+        run_isolated(_raise)
+
+
+def test_a_crash_is_told_as_one():
+    with pytest.raises(RuntimeError, match="SIGSEGV"):
+        run_isolated(_crash)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_a_child_does_not_outlive_a_killed_parent(tmp_path):
+    """The parent is killed while its child sleeps: the child must end too, and free the card."""
+    script = tmp_path / "orphan.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, pathlib, sys, time
+        from cs336_systems.benchmarking.isolation import run_isolated
+
+        def sleep_forever(file):
+            pathlib.Path(file).write_text(str(os.getpid()))
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            run_isolated(sleep_forever, sys.argv[1])
+        """)
+    )
+    note = tmp_path / "child"
+    parent = subprocess.Popen([sys.executable, str(script), str(note)])
+    child = int(_wait_for(lambda: note.exists() and note.read_text()))
+    parent.kill()
+    parent.wait()
+    _wait_for(lambda: not _runs(child))
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"did not happen within {seconds} s")

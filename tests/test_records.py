@@ -1,0 +1,136 @@
+"""Rows, files and provenance: nothing that was measured is ever lost, and a file says where its rows are from."""
+
+import csv
+import errno
+import json
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+
+from cs336_systems.provenance import Provenance, collect_provenance
+from cs336_systems.records import ResultsFile, Statistics, format_value, read_results, to_markdown
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    size: int
+    time_ms: float | None
+
+
+RUN = Provenance(
+    command="python scripts/x.py",
+    date="2026-01-31 12:00",
+    gpu="NVIDIA H100 80GB HBM3",
+    gpu_count=1,
+    gpu_memory_gib=79.6,
+    driver="580.1",
+    cuda="13.0",
+    torch="2.11.0",
+    triton="3.6.0",
+    python="3.12.3",
+    cpu="A CPU",
+    cpu_count=16,
+    git_commit="abc",
+)
+
+
+def test_statistics():
+    assert Statistics.of([1.0, 2.0, 6.0]) == Statistics(mean=3.0, std=pytest.approx(7**0.5), median=2.0, min=1.0)
+    assert Statistics.of([4.0]).std == 0.0
+    with pytest.raises(ValueError, match="at least one"):
+        Statistics.of([])
+
+
+def test_rows_survive_the_file_and_know_their_run(tmp_path):
+    first = ResultsFile(tmp_path, "bench", _Row, RUN)
+    first.append(_Row("a", 1, 1.5))
+    later = replace(RUN, date="2026-02-01 08:00")
+    second = ResultsFile(tmp_path, "bench", _Row, later, resume=True)
+    second.append(_Row("b", 2, None))
+    runs, rows, run_of_row = read_results(tmp_path / "bench.json", _Row)
+    assert rows == [_Row("a", 1, 1.5), _Row("b", 2, None)]
+    assert [runs[index].date for index in run_of_row] == ["2026-01-31 12:00", "2026-02-01 08:00"]
+
+
+def test_a_new_run_keeps_the_old_file_under_another_name(tmp_path):
+    ResultsFile(tmp_path, "bench", _Row, RUN).append(_Row("old", 1, 1.0))
+    ResultsFile(tmp_path, "bench", _Row, RUN).append(_Row("new", 1, 1.0))
+    names = sorted(json.loads(path.read_text())["rows"][0]["name"] for path in tmp_path.glob("bench*.json"))
+    assert names == ["new", "old"]
+
+
+def test_resuming_on_another_card_is_refused(tmp_path):
+    ResultsFile(tmp_path, "bench", _Row, RUN).append(_Row("a", 1, 1.0))
+    with pytest.raises(ValueError, match=r"resume=.*measured with gpu NVIDIA H100.*NVIDIA A100"):
+        ResultsFile(tmp_path, "bench", _Row, replace(RUN, gpu="NVIDIA A100"), resume=True)
+
+
+def test_resuming_a_file_that_is_no_results_file_names_it(tmp_path):
+    (tmp_path / "bench.json").write_text('{"rows": [')
+    with pytest.raises(ValueError, match=r"bench\.json: not a results file of _Row rows"):
+        ResultsFile(tmp_path, "bench", _Row, RUN, resume=True)
+
+
+def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch):
+    results = ResultsFile(tmp_path, "bench", _Row, RUN)
+    results.append(_Row("kept", 1, 1.0))
+
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        results.append(_Row("lost", 2, 1.0))
+    assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["kept"]
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]  # no half-written file is left behind
+
+
+def test_an_unwritable_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"out='.*file/sub': must be a folder that can be written to"):
+        ResultsFile(tmp_path / "file" / "sub", "bench", _Row, RUN)
+
+
+def test_tables(tmp_path):
+    results = ResultsFile(tmp_path, "bench", _Row, RUN)
+    results.append(_Row("a_1", 16, 12.3456))
+    results.append(_Row("b", 2, None))
+    markdown = results.write_tables({"name": "name", "time_ms": "time ms"}, note="A note.")
+    assert "| a_1    |     12.35 |" in markdown
+    assert "A note." in markdown
+    assert "`python scripts/x.py`" in markdown
+    assert (tmp_path / "bench.md").read_text() == markdown
+    with open(tmp_path / "bench.csv") as file:
+        assert list(csv.reader(file)) == [["name", "size", "time_ms"], ["a_1", "16", "12.3456"], ["b", "2", ""]]
+    latex = (tmp_path / "bench.tex").read_text()
+    assert r"a\_1" in latex
+    assert r"\begin{tabular}" in latex
+
+
+def test_markdown_aligns_numbers_right():
+    assert to_markdown([_Row("a", 1, 0.25), _Row("b", 20, None)]).splitlines()[1] == "|:-------|-------:|----------:|"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (float("nan"), "–"), (12.3456, "12.35"), (12345.6, "12346"), (0.0123456, "0.01235"), (7, "7")],
+)
+def test_values_are_shown_to_four_digits(value, text):
+    assert format_value(value) == text
+
+
+def test_provenance_of_this_machine(monkeypatch):
+    run = collect_provenance("python scripts/x.py", "cpu")
+    assert run.gpu == "none"
+    assert run.torch.startswith("2.")
+    assert run.cpu_count >= 1
+    assert "python scripts/x.py" in run.summary()
+
+
+def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr("cs336_systems.provenance._SOURCE_ROOT", tmp_path)
+    monkeypatch.setenv("GIT_COMMIT", "f00d")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    assert collect_provenance("x", "cpu").git_commit == "f00d"
