@@ -35,7 +35,7 @@ class Linear(nn.Module):
         std = math.sqrt(2 / (d_in + d_out))
         nn.init.trunc_normal_(self.weight, std=std, a=-3 * std, b=3 * std)
 
-    def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         return x @ self.weight.T
 
 
@@ -50,7 +50,7 @@ class Embedding(nn.Module):
         )
         nn.init.trunc_normal_(self.weight, std=1.0, a=-3.0, b=3.0)
 
-    def forward(self, token_ids: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
+    def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
         # Not self.weight[token_ids], which takes a negative id for a row counted from the end.
         return F.embedding(token_ids, self.weight)
 
@@ -73,13 +73,13 @@ class RMSNorm(nn.Module):
         self.weight: Float[Tensor, " hidden_size"] = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "... hidden_size"]) -> Float[Tensor, "... hidden_size"]:
+    def forward(self, x: Float[Tensor, "*batch hidden_size"]) -> Float[Tensor, "*batch hidden_size"]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * inverse_rms * self.weight).to(x.dtype)
 
 
-def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def silu(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """x · σ(x)."""
     return x * torch.sigmoid(x)
 
@@ -93,16 +93,16 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(d_ff, d_model, device, dtype)
         self.w3 = Linear(d_model, d_ff, device, dtype)
 
-    def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         return self.w2(silu(self.w1(x)) * self.w3(x))
 
 
 def scaled_dot_product_attention(
-    Q: Float[Tensor, "... queries d_k"],
-    K: Float[Tensor, "... keys d_k"],
-    V: Float[Tensor, "... keys d_v"],
+    Q: Float[Tensor, "*batch queries d_k"],
+    K: Float[Tensor, "*batch keys d_k"],
+    V: Float[Tensor, "*batch keys d_v"],
     mask: Bool[Tensor, "... queries keys"] | None = None,
-) -> Float[Tensor, "... queries d_v"]:
+) -> Float[Tensor, "*batch queries d_v"]:
     """softmax(Q Kᵀ / √d_k) V, with every score in memory (Vaswani et al. 2017, section 3.2.1).
 
     Args:
@@ -147,8 +147,8 @@ class CausalMultiHeadSelfAttention(nn.Module):
         self.positional_encoder = positional_encoder
 
     def forward(
-        self, x: Float[Tensor, "... seq d_model"], token_positions: Int[Tensor, "... seq"] | None = None
-    ) -> Float[Tensor, "... seq d_model"]:
+        self, x: Float[Tensor, "*batch seq d_model"], token_positions: Int[Tensor, "... seq"] | None = None
+    ) -> Float[Tensor, "*batch seq d_model"]:
         """Attend over (batch, seq, d_model); `token_positions` are the positions of x, by default 0 … seq - 1."""
         q, k, v = (
             projection(x).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)  # (batch, heads, seq, head_dim)
@@ -183,7 +183,7 @@ class TransformerBlock(nn.Module):
         self.ln1 = RMSNorm(d_model, device=device, dtype=dtype)
         self.ln2 = RMSNorm(d_model, device=device, dtype=dtype)
 
-    def forward(self, x: Float[Tensor, "... seq d_model"]) -> Float[Tensor, "... seq d_model"]:
+    def forward(self, x: Float[Tensor, "*batch seq d_model"]) -> Float[Tensor, "*batch seq d_model"]:
         x = x + self.attn(self.ln1(x))
         return x + self.ffn(self.ln2(x))
 
@@ -217,10 +217,8 @@ class BasicsTransformerLM(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_positive(
-            vocab_size=vocab_size, context_length=context_length, num_layers=num_layers, d_model=d_model,
-            num_heads=num_heads, d_ff=d_ff,
-        )  # fmt: skip
+        _require_positive(vocab_size=vocab_size, context_length=context_length, num_layers=num_layers)
+        _require_positive(d_model=d_model, num_heads=num_heads, d_ff=d_ff)
         if d_model % num_heads:
             raise ValueError(f"num_heads is {num_heads}; it must divide d_model, {d_model}")
         self.config = {
@@ -241,7 +239,7 @@ class BasicsTransformerLM(nn.Module):
         self.ln_final = RMSNorm(d_model, device=device, dtype=dtype)
         self.lm_head = Linear(d_model, vocab_size, device, dtype)
 
-    def forward(self, x: Int[Tensor, "... seq"]) -> Float[Tensor, "... seq vocab_size"]:
+    def forward(self, x: Int[Tensor, "*batch seq"]) -> Float[Tensor, "*batch seq vocab_size"]:
         """Token ids (batch, seq) to next-token logits (batch, seq, vocab_size); ValueError if seq > context_length."""
         hidden = self.token_embeddings(x)
         for layer in self.layers:
@@ -257,12 +255,12 @@ class BasicsTransformerLM(nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        x: Int[Tensor, "..."],
+        x: Int[Tensor, "*batch length"],
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
         eos_token_id: int | None = None,
-    ) -> Int[Tensor, "batch new_tokens"]:
+    ) -> Int[Tensor, "rows new_tokens"]:
         """Continue `x`, one token at a time, each from the last `context_length` tokens.
 
         Args:
@@ -273,7 +271,7 @@ class BasicsTransformerLM(nn.Module):
             eos_token_id: a sequence ends before this token; in a batch, an ended sequence is filled up with it.
 
         Returns:
-            (batch, new_tokens) int64: the new tokens only; batch is 1 for a one-dimensional `x`.
+            (rows, new_tokens) int64: the new tokens only; rows is 1 for a one-dimensional `x`.
 
         Raises:
             ValueError: an empty `x` or one of more than two dimensions, or another argument out of its range.
@@ -321,6 +319,7 @@ def _sample(logits: Float[Tensor, "batch vocab"], temperature: float, top_k: int
     if temperature == 0:
         return logits.argmax(dim=-1)
     # Sampling among the k candidates themselves, not from a masked row, keeps exactly k where logits tie.
-    candidate_logits, candidates = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+    vocab_size = logits.shape[-1]
+    candidate_logits, candidates = logits.topk(vocab_size if top_k is None else min(top_k, vocab_size), dim=-1)
     choice = torch.multinomial(softmax(candidate_logits.float() / temperature, dim=-1), num_samples=1)
     return candidates.gather(-1, choice).squeeze(-1)

@@ -15,7 +15,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def softmax(x: Float[Tensor, "..."], dim: int = -1) -> Float[Tensor, "..."]:
+def softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"]:
     """exp(x) / Σ exp(x) along `dim`; shape and dtype of `x`, computed in float32 or better.
 
     A slice that is -inf everywhere gives NaN, as `torch.softmax` does.
@@ -26,7 +26,7 @@ def softmax(x: Float[Tensor, "..."], dim: int = -1) -> Float[Tensor, "..."]:
     return (exponentials / exponentials.sum(dim=dim, keepdim=True)).to(x.dtype)
 
 
-def log_softmax(x: Float[Tensor, "..."], dim: int = -1) -> Float[Tensor, "..."]:
+def log_softmax(x: Float[Tensor, "*shape"], dim: int = -1) -> Float[Tensor, "*shape"]:
     """x - log Σ exp(x) along `dim`; shape and dtype of `x`, computed in float32 or better."""
     wide = _at_least_float32(x)
     shifted = wide - wide.detach().amax(dim=dim, keepdim=True)
@@ -72,7 +72,10 @@ def clip_gradient(parameters: Iterable[Tensor], max_norm: float) -> None:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
-    norms = [torch.linalg.vector_norm(_at_least_float32(gradient)) for gradient in gradients]
+    norms = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        for gradient in gradients
+    ]
     total_norm = torch.linalg.vector_norm(torch.stack(norms))
     # Multiplying by 1 where nothing is to be clipped costs a pass; asking the device whether to would cost a wait.
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)

@@ -49,7 +49,8 @@ class AdamW(torch.optim.Optimizer):
         θ ← θ − lr · (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
 
     The state of a parameter, made at its first step, is `step` (int), `exp_avg` (m) and `exp_avg_sq` (v), the last two
-    with the parameter's shape, dtype and device. A step allocates one temporary, of the parameter's size.
+    with the parameter's shape, dtype and device; a state dict can be handed to and from `torch.optim.AdamW`. A step
+    allocates one temporary, of the parameter's size.
 
     Args:
         params: parameters, or dicts of parameter groups, as any `torch.optim.Optimizer` takes them.
@@ -100,7 +101,8 @@ class AdamW(torch.optim.Optimizer):
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                 state["step"] += 1
 
-                parameter.mul_(1 - lr * group["weight_decay"])
+                if group["weight_decay"] != 0:
+                    parameter.mul_(1 - lr * group["weight_decay"])
                 state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
                 # Both bias corrections are folded into scalars (Kingma & Ba 2015, end of section 2).

@@ -45,17 +45,19 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", angles.sin().to(device, torch.float32), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        was_meta = self.cos.is_meta
+        cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
         # `model.to(torch.bfloat16)` rounds every buffer, and `to_empty` leaves it empty after a start on `meta`.
-        if was_meta or self.cos.dtype != torch.float32:
+        if cos.is_meta:
             self._make_cache(self.cos.device)
+        elif self.cos.dtype != torch.float32:
+            self.cos, self.sin = cos.to(self.cos.device), sin.to(self.cos.device)
         return self
 
     def forward(
-        self, x: Float[Tensor, "... seq dim"], pos_ids: Int[Tensor, "... seq"] | None = None
-    ) -> Float[Tensor, "... seq dim"]:
-        """Rotate `x`; the result has its shape and dtype, and is computed in float32.
+        self, x: Float[Tensor, "*batch seq dim"], pos_ids: Int[Tensor, "... seq"] | None = None
+    ) -> Float[Tensor, "*batch seq dim"]:
+        """Rotate `x`; the result has its shape and dtype, and is computed in float32 or better.
 
         Args:
             x: (..., seq, dim).
