@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from cs336_basics.optimizer import AdamW, get_cosine_lr
 
@@ -161,15 +161,16 @@ def test_closure_is_called_with_gradients_on_and_its_loss_returned():
     assert optimizer.step() is None
 
 
-class _NewMemory(TorchDispatchMode):
+class _NewMemory(TorchFunctionMode):
     """Counts the bytes of every new tensor that an operation returns."""
 
     n_bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         old = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in old:
+        is_attribute = getattr(func, "__name__", None) == "__get__"
+        if isinstance(result, torch.Tensor) and not is_attribute and result.untyped_storage().data_ptr() not in old:
             self.n_bytes += result.untyped_storage().nbytes()
         return result
 
@@ -186,13 +187,22 @@ def test_a_step_makes_one_temporary_a_parameter():
     assert second.n_bytes == parameter.nbytes
 
 
+class _NoWaiting(TorchFunctionMode):
+    """Fails on what makes the host wait for a tensor's value."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        reads = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__bool__, torch.Tensor.__float__)
+        assert func not in reads, "the host reads a tensor's value"
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_step_does_not_make_the_host_wait():
-    # A tensor on `meta` has no values: .item(), or an `if` on it, would raise.
-    parameter = nn.Parameter(torch.empty(4, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
+    parameter = nn.Parameter(torch.randn(4))
+    parameter.grad = torch.randn(4)
     optimizer = AdamW([parameter])
-    optimizer.step()
-    optimizer.step()
+    with _NoWaiting():
+        optimizer.step()
+        optimizer.step()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+Loss = torch.Tensor | float
+
 
 def get_cosine_lr(
     it: int,
@@ -82,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # ty: ignore[incompatible-method-override]
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:  # ty: ignore[incompatible-method-override]
         """Update every parameter that has a gradient; returns what `closure`, if given, returns."""
         loss = None
         if closure is not None:

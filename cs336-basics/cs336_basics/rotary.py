@@ -47,11 +47,13 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
-        # `model.to(torch.bfloat16)` rounds every buffer, and `to_empty` leaves it empty after a start on `meta`.
+        # Of what `fn` made of the cache only the device counts: `model.to(torch.bfloat16)` rounds it, and
+        # `model.to_empty` leaves it without values.
+        device = self.cos.device
         if cos.is_meta:
-            self._make_cache(self.cos.device)
-        elif self.cos.dtype != torch.float32:
-            self.cos, self.sin = cos.to(self.cos.device), sin.to(self.cos.device)
+            self._make_cache(device)
+        else:
+            self.cos, self.sin = cos.to(device), sin.to(device)
         return self
 
     def forward(
