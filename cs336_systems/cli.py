@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -12,14 +12,14 @@ Arguments = TypeVar("Arguments")
 
 
 def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
-    """Reads the command line into a dataclass; `--help` and errors of type are answered here, before any heavy import."""
+    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
     import tyro
 
     return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
 
 
 @contextmanager
-def refusing_bad_input() -> Iterator[None]:
+def refusing_bad_input() -> Generator[None]:
     """Turns a ValueError such as `ctx=0: must be at least 1` into `error: --ctx 0: must be at least 1`, exit status 2.
 
     Put it around checks only, so that a ValueError from real work keeps its traceback.

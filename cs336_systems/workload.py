@@ -25,9 +25,9 @@ _AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Workload:
     """One cell's model, batch and optimizer, and `step`, which runs them by phases.
 
-    `step(phase)` opens the phases "forward", "loss", "backward" and "optimizer", as many as the mode has. A forward step
-    runs without autograd. Gradients are dropped before each step (set to None), so that backward writes them and never
-    adds to the last step's. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
+    `step(phase)` opens the phases "forward", "loss", "backward" and "optimizer", as many as the mode has. A forward
+    step runs without autograd. Gradients are dropped before each step (set to None), so that backward writes them and
+    never adds to the last step's. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
 
     Attributes:
         model: the `BasicsTransformerLM`, parameters in float32, compiled if the cell says so.

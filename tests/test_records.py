@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cs336_systems.provenance import Provenance, collect_provenance
+from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile, Statistics, format_value, read_results, to_markdown
+from tests.example_rows import RUN
 
 
 @dataclass(frozen=True)
@@ -17,23 +18,6 @@ class _Row:
     name: str
     size: int
     time_ms: float | None
-
-
-RUN = Provenance(
-    command="python scripts/x.py",
-    date="2026-01-31 12:00",
-    gpu="NVIDIA H100 80GB HBM3",
-    gpu_count=1,
-    gpu_memory_gib=79.6,
-    driver="580.1",
-    cuda="13.0",
-    torch="2.11.0",
-    triton="3.6.0",
-    python="3.12.3",
-    cpu="A CPU",
-    cpu_count=16,
-    git_commit="abc",
-)
 
 
 def test_statistics():

@@ -75,7 +75,7 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
         receiver.close()
         lifeline.close()
     if status == "error":
-        raise RuntimeError(f"{function.__qualname__} failed in its own process:\n{payload}")
+        raise RuntimeError(f"{getattr(function, '__qualname__', function)} failed in its own process:\n{payload}")
     return Outcome("ok", value=payload) if status == "ok" else Outcome(status, reason=payload)
 
 

@@ -162,11 +162,10 @@ def table_columns(rows: list[BenchmarkRow]) -> dict[str, str]:
 
 def table_note(rows: list[BenchmarkRow]) -> str:
     """A line that says what is the same in all rows."""
+    headings = _PARAMETER_HEADINGS | {"steps": "steps", "seed": "seed", "vocab_size": "vocabulary"}
     constant = {
         heading: getattr(rows[0], name)
-        for name, heading in (
-            _PARAMETER_HEADINGS | {"steps": "steps", "seed": "seed", "vocab_size": "vocabulary"}
-        ).items()
+        for name, heading in headings.items()
         if len({getattr(row, name) for row in rows}) == 1
     }
     return "In all rows: " + ", ".join(f"{heading} {value}" for heading, value in constant.items()) + "."

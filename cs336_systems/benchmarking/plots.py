@@ -55,10 +55,11 @@ def plot_phases(rows: Sequence[BenchmarkRow], path: Path) -> None:
         axis.set_title(size)
         axis.set_xlabel(group_by if not within else f"{group_by}; bars: {_join(within, ' / ')}")
         axis.set_ylabel("ms a step")
-    handles = {
-        label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    axes.flat[0].legend(handles.values(), handles.keys(), frameon=False, fontsize=8)
+    entries: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles, labels = axis.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    axes.flat[0].legend(entries.values(), entries.keys(), frameon=False, fontsize=8)
     save_figure(figure, path)
 
 
@@ -80,7 +81,15 @@ def _draw_panel(axis: Any, rows: Sequence[BenchmarkRow], group_by: str, within: 
                 bottom += time
         axis.errorbar(x, bottom, yerr=row.step_std_ms, color="black", elinewidth=0.8, capsize=2)
         if within:
-            axis.text(x, bottom, f" {_bar_label(row, within)}", rotation=90, ha="center", va="bottom", fontsize=6)
+            axis.text(
+                x,
+                bottom + row.step_std_ms,
+                f" {_bar_label(row, within)}",
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=6,
+            )
     axis.set_xticks(range(len(groups)), [str(group) for group in groups])
     axis.margins(y=0.25 if within else 0.08)
 

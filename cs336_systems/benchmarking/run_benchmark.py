@@ -44,6 +44,8 @@ def run_benchmark(
     Bad input ends the program with status 2 before anything is built. Ctrl-C and errors leave the rows so far on disk.
     """
     with refusing_bad_input():
+        for flag, values in {"size": size, **parameters}.items():
+            check(values != (), flag, "", "needs at least one value")
         given = dict(zip(_SHAPE, (d_model, d_ff, num_layers, num_heads), strict=True))
         sizes = [_size_parameters(name, vocab_size, given) for name in size]
         sweep_cells(sizes, device="cpu" if device == "auto" else device, **_without_tf32(parameters))

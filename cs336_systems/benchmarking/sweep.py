@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -60,7 +60,7 @@ def _is_row_of(row: Any, cell: Any) -> bool:
 
 
 @contextmanager
-def _compile_caches(cold: bool) -> Iterator[Mapping[str, str]]:
+def _compile_caches(cold: bool) -> Generator[Mapping[str, str]]:
     """Environment for a cell: nothing, or Inductor's and Triton's caches in folders of its own that start empty."""
     if not cold:
         yield {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -36,7 +36,7 @@ class PhaseTimer:
         self.ms: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Generator[None]:
         synchronize(self.device)  # what was queued before this phase is not this phase's
         start = time.perf_counter()
         yield

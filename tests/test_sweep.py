@@ -1,0 +1,76 @@
+"""A sweep: a row a cell whatever happens to the cell, resume, cold caches."""
+
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cs336_systems.benchmarking.isolation import Unsupported
+from cs336_systems.benchmarking.sweep import run_sweep
+from cs336_systems.records import ResultsFile, read_results
+from tests.example_rows import RUN
+
+
+@dataclass(frozen=True)
+class _Cell:
+    name: str
+    size: int = 1
+    cold_caches: bool = False
+
+
+@dataclass(frozen=True)
+class _Row(_Cell):
+    status: str = "ok"
+    reason: str = ""
+    value: int | None = None
+    caches: str | None = None
+
+
+def _measure(cell):
+    if cell.name == "large":
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    if cell.name == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if cell.name == "unsupported":
+        raise Unsupported("not on this machine")
+    if cell.name == "mistake":
+        raise ZeroDivisionError("a mistake")
+    return {"value": 10 * cell.size, "caches": os.environ.get("TORCHINDUCTOR_CACHE_DIR")}
+
+
+def _sweep(tmp_path, cells, resume=False):
+    results = ResultsFile(tmp_path, "bench", _Row, RUN, resume=resume)
+    run_sweep(cells, _measure, results)
+    return results.rows
+
+
+def test_every_cell_gets_a_row_and_the_cells_after_a_failure_run(tmp_path):
+    rows = _sweep(tmp_path, [_Cell("large"), _Cell("killed"), _Cell("unsupported"), _Cell("small", 2)])
+    assert [(row.name, row.status, row.value) for row in rows] == [
+        ("large", "oom", None),
+        ("killed", "killed", None),
+        ("unsupported", "unsupported", None),
+        ("small", "ok", 20),
+    ]
+    assert rows[2].reason == "not on this machine"
+
+
+def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: a mistake"):
+        _sweep(tmp_path, [_Cell("a"), _Cell("mistake"), _Cell("b")])
+    assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["a"]
+
+
+def test_resume_measures_only_what_is_missing(tmp_path):
+    _sweep(tmp_path, [_Cell("a"), _Cell("large")])
+    rows = _sweep(tmp_path, [_Cell("a"), _Cell("large"), _Cell("a", 2), _Cell("mistake", 3)][:3], resume=True)
+    assert [(row.name, row.size, row.status) for row in rows] == [("a", 1, "ok"), ("large", 1, "oom"), ("a", 2, "ok")]
+
+
+def test_a_cell_with_cold_caches_gets_empty_ones_of_its_own(tmp_path):
+    rows = _sweep(tmp_path, [_Cell("a", cold_caches=True), _Cell("b", cold_caches=True), _Cell("c")])
+    assert rows[0].caches != rows[1].caches
+    assert not os.path.exists(os.path.dirname(rows[0].caches))
+    assert rows[2].caches == os.environ.get("TORCHINDUCTOR_CACHE_DIR")
