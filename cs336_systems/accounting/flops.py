@@ -35,7 +35,7 @@ def require_positive(**values: float) -> None:
     """ValueError naming the first argument that is not above zero."""
     for name, value in values.items():
         if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0")
+            raise ValueError(f"{name}={value}: must be above 0")
 
 
 # ---- Parameters ------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def matmul_flops_by_part(
     """
     require_positive(batch_size=batch_size, context_length=context_length)
     if attention not in ("full", "causal"):
-        raise ValueError(f"attention is {attention!r}; it must be 'full' or 'causal'")
+        raise ValueError(f"attention={attention!r}: must be 'full' or 'causal'")
     tokens, d = batch_size * context_length, config.d_model
     # (N, head_dim) by (head_dim, N), for each head of each sequence: 2·N²·d a sequence, however many heads.
     scores = 2 * tokens * context_length * d // (2 if attention == "causal" else 1)
@@ -121,7 +121,7 @@ def train_step_flops(
     Raises ValueError for `recomputed_blocks` outside 0 … num_layers, and as `matmul_flops_by_part`.
     """
     if not 0 <= recomputed_blocks <= config.num_layers:
-        raise ValueError(f"recomputed_blocks is {recomputed_blocks}; it must be between 0 and {config.num_layers}")
+        raise ValueError(f"recomputed_blocks={recomputed_blocks}: must be between 0 and {config.num_layers}")
     parts = matmul_flops_by_part(config, batch_size, context_length, attention)
     forward = sum(parts.values())
     recomputed_scores = parts["attention_scores"] if flash_backward else 0
@@ -210,7 +210,7 @@ def peak_tflops(gpu_name: str, precision: Precision) -> float | None:
     example `peak_tflops("NVIDIA H200", "bf16")` is 989.4. Raises ValueError for another precision.
     """
     if precision not in ("fp32", "tf32", "bf16", "fp16"):
-        raise ValueError(f"precision is {precision!r}; it must be 'fp32', 'tf32', 'bf16' or 'fp16'")
+        raise ValueError(f"precision={precision!r}: must be 'fp32', 'tf32', 'bf16' or 'fp16'")
     peak = gpu_peak(gpu_name)
     return None if peak is None else getattr(peak, precision)
 

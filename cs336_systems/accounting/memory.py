@@ -28,7 +28,7 @@ def compute_bytes(precision: Precision) -> int:
     """Bytes of an element of a matrix product's operands: 4 in fp32 and tf32, 2 under bf16 and fp16 autocast."""
     sizes = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
     if precision not in sizes:
-        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(sizes)}")
+        raise ValueError(f"precision={precision!r}: must be one of {', '.join(sizes)}")
     return sizes[precision]
 
 
@@ -64,7 +64,7 @@ def attention_saved_tensors(
         }
     if attention in ("sdpa", "flash-pytorch", "flash-triton"):
         return saved | {"attention output by head": operand, "attention logsumexp": rows * FLOAT32_BYTES}
-    raise ValueError(f"attention is {attention!r}; it must be 'naive', 'sdpa', 'flash-pytorch' or 'flash-triton'")
+    raise ValueError(f"attention={attention!r}: must be 'naive', 'sdpa', 'flash-pytorch' or 'flash-triton'")
 
 
 def block_saved_tensors(
@@ -191,7 +191,7 @@ def best_checkpoint_every(
 
 def _segment_lengths(config: ModelShape, checkpoint_every: int) -> list[int]:
     if not 1 <= checkpoint_every <= config.num_layers:
-        raise ValueError(f"checkpoint_every is {checkpoint_every}; it must be between 1 and {config.num_layers}")
+        raise ValueError(f"checkpoint_every={checkpoint_every}: must be between 1 and {config.num_layers}")
     whole, rest = divmod(config.num_layers, checkpoint_every)
     return [checkpoint_every] * whole + ([rest] if rest else [])
 
@@ -218,7 +218,7 @@ def fsdp_gathered_bytes(config: ModelShape, precision: Precision, layers_ahead: 
     A layer is one Linear or Embedding. Weights are gathered in the precision that they are used in.
     """
     if layers_ahead < 0:
-        raise ValueError(f"layers_ahead is {layers_ahead}; it must be at least 0")
+        raise ValueError(f"layers_ahead={layers_ahead}: must be at least 0")
     d, f, table = config.d_model, config.d_ff, config.vocab_size * config.d_model
     # In order of use; one block more than the window can hold shows every window that there is.
     block = [d * d] * 4 + [d * f] * 3
@@ -265,7 +265,7 @@ def training_memory(
     """
     require_positive(num_devices=num_devices)
     if sharding not in ("none", "optimizer", "gradients", "fsdp"):
-        raise ValueError(f"sharding is {sharding!r}; it must be 'none', 'optimizer', 'gradients' or 'fsdp'")
+        raise ValueError(f"sharding={sharding!r}: must be 'none', 'optimizer', 'gradients' or 'fsdp'")
     whole = num_parameters(config)
     norms = (2 * config.num_layers + 1) * config.d_model
     replicated = norms if sharding == "fsdp" else 0
