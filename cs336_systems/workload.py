@@ -44,7 +44,7 @@ class Workload:
         """
         self.cell = cell
         self.device = torch.device(cell.device)
-        if self.device.type == "cuda":
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)
         torch.manual_seed(cell.seed)
         torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
