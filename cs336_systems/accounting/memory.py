@@ -241,8 +241,11 @@ class TrainingMemory:
     """Kept for backward, at the most."""
 
     @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state + self.weight_copies + self.activations
+    def peak(self) -> int:
+        """The most at any time of a step, after the first, that drops gradients before forward (set_to_none): backward
+        frees activations as it makes gradients, so the most is at one of its ends."""
+        always = self.parameters + self.optimizer_state + self.weight_copies
+        return always + max(self.activations, self.gradients)
 
 
 def training_memory(

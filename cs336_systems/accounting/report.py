@@ -156,11 +156,12 @@ def _memory_section(
         ("AdamW's moments", _gib(memory.optimizer_state)),
         ("low-precision or gathered weights", _gib(memory.weight_copies)),
         ("activations kept for backward, at most", _gib(memory.activations)),
-        ("sum", _gib(memory.total)),
+        ("at the peak", _gib(memory.peak)),
     ]
     model = (config, batch_size, context_length, precision, attention)
     best = best_checkpoint_every(*model)
     note = (
+        "The peak has activations or gradients, the larger, as backward frees the first while it makes the second. "
         f"After forward {_gib(saved_activation_bytes(*model, checkpoint_every))} GiB are kept. Checkpoints would take "
         f"the most that is kept from {_gib(peak_activation_bytes(*model))} GiB to "
         f"{_gib(peak_activation_bytes(*model, best))} GiB, with segments of {best}."
