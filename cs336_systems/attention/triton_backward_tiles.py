@@ -1,0 +1,180 @@
+"""The inner loops of FlashAttention-2's backward pass: what a stretch of queries adds to one tile of dK and dV, and
+what a stretch of keys adds to one tile of dQ.
+
+Dao 2023, "FlashAttention-2", algorithm 2, with P recomputed from the logsumexp: P = exp(S·scale - lse); dV = Pᵀ dO;
+dP = dO vᵀ; dS = P ∘ (dP - D) with D = rowsum(O ∘ dO); dK = dSᵀ q·scale; dQ = dS k·scale.
+"""
+
+import triton
+import triton.language as tl
+
+from cs336_systems.attention.triton_tiles import is_kept, is_visible, load_row, load_tile
+
+
+@triton.jit
+def add_dkdv(
+    dk,  # (BLOCK_N, BLOCK_D) float32
+    dv,  # (BLOCK_N, BLOCK_D) float32
+    p_t,  # (BLOCK_N, BLOCK_M), the bits of q's dtype: Pᵀ
+    ds_t,  # (BLOCK_N, BLOCK_M), the bits of q's dtype: dSᵀ
+    q_tile,  # (BLOCK_M, BLOCK_D)
+    do_tile,  # (BLOCK_M, BLOCK_D)
+    k,  # (BLOCK_N, BLOCK_D)
+    dq_sum,  # with ONE_PASS: pointer to float32 (batch·heads·n_rows, BLOCK_D), or a descriptor of it
+    dq_row,  # the row of dq_sum that belongs to the tile's first query
+    ONE_PASS: tl.constexpr,
+    REDUCE_BY_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dV += Pᵀ dO; dK += dSᵀ q; with ONE_PASS also dQ += dS k, in memory."""
+    p_t = p_t.to(do_tile.dtype, bitcast=True)
+    ds_t = ds_t.to(q_tile.dtype, bitcast=True)
+    dv = tl.dot(p_t, do_tile, dv, input_precision=PRECISION)
+    dk = tl.dot(ds_t, q_tile, dk, input_precision=PRECISION)
+    if ONE_PASS:
+        dq = tl.dot(ds_t.T, k, input_precision=PRECISION)
+        if REDUCE_BY_TMA:
+            dq_sum.atomic_add([dq_row, 0], dq)
+        else:
+            tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            tl.atomic_add(dq_sum + dq_row.to(tl.int64) * BLOCK_D + tile, dq, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def accumulate_dkdv(
+    dk,  # (BLOCK_N, BLOCK_D) float32
+    dv,  # (BLOCK_N, BLOCK_D) float32
+    p_t,  # (BLOCK_N, BLOCK_M), the bits of q's dtype: with DELAY the last tile's, still to be multiplied
+    ds_t,  # (BLOCK_N, BLOCK_M), likewise
+    k,  # (BLOCK_N, BLOCK_D)
+    v,  # (BLOCK_N, BLOCK_D)
+    q,  # the whole tensors: pointers or descriptors
+    do,
+    q_strides,
+    do_strides,
+    rows,  # (2·batch·heads, n_rows) float32, pointer or descriptor: lse in units of log2 (inf past n_queries), then D
+    n_heads,  # batch·heads: the row of `rows` at which D starts
+    n_rows,
+    dq_sum,  # with ONE_PASS: pointer to float32 (batch·heads·n_rows, BLOCK_D), or a descriptor of it
+    batch,
+    head,
+    batch_head,
+    start_n,
+    begin,
+    end,
+    n_queries,
+    n_keys,
+    scale_log2,
+    dropout_scale,
+    dropout,
+    MASKED: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    REDUCE_BY_TMA: tl.constexpr,
+    DELAY: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Add what queries begin … end contribute to dV and to dK (not yet scaled) of one tile of keys; with ONE_PASS add
+    the tile's contribution to their dQ (not yet scaled) in memory as well.
+
+    Scores are transposed, (keys, queries): Pᵀ and dSᵀ are then left operands straight from registers.
+    """
+    key_index = start_n + tl.arange(0, BLOCK_N)[:, None]
+    for start_m in tl.range(begin, end, BLOCK_M, num_stages=NUM_STAGES):
+        query_index = start_m + tl.arange(0, BLOCK_M)[None, :]
+        q_tile = load_tile(q, q_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
+        scores_t = tl.dot(k, q_tile.T, input_precision=PRECISION)
+        do_tile = load_tile(do, do_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
+        dp_t = tl.dot(v, do_tile.T, input_precision=PRECISION)
+        if DELAY:
+            last_m = tl.maximum(start_m - BLOCK_M, 0)
+            last_q = load_tile(q, q_strides, batch, head, last_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
+            last_do = load_tile(
+                do, do_strides, batch, head, last_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA
+            )
+            dk, dv = add_dkdv(
+                dk, dv, p_t, ds_t, last_q, last_do, k, dq_sum, batch_head * n_rows + last_m,
+                ONE_PASS, REDUCE_BY_TMA, BLOCK_M, BLOCK_D, PRECISION,
+            )  # fmt: skip
+        lse = load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
+        p = tl.exp2(scores_t * scale_log2 - lse[None, :])
+        if MASKED:
+            p = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p, 0.0)
+        p_kept = p
+        if HAS_DROPOUT:
+            kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
+            p_kept = tl.where(kept, p, 0.0)
+            dp_t = tl.where(kept, dp_t * dropout_scale, 0.0)
+        delta = load_row(rows, n_heads + batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
+        ds = (p * (dp_t - delta[None, :])).to(q_tile.dtype).to(ds_t.dtype, bitcast=True)
+        p_bits = p_kept.to(q_tile.dtype).to(p_t.dtype, bitcast=True)
+        if DELAY:
+            p_t = p_bits
+            ds_t = ds
+        else:
+            dk, dv = add_dkdv(
+                dk, dv, p_bits, ds, q_tile, do_tile, k, dq_sum, batch_head * n_rows + start_m,
+                ONE_PASS, REDUCE_BY_TMA, BLOCK_M, BLOCK_D, PRECISION,
+            )  # fmt: skip
+    return dk, dv, p_t, ds_t
+
+
+@triton.jit
+def accumulate_dq(
+    dq,  # (BLOCK_M, BLOCK_D) float32
+    q,  # (BLOCK_M, BLOCK_D)
+    do,  # (BLOCK_M, BLOCK_D)
+    lse,  # (BLOCK_M,) float32, in units of log2
+    delta,  # (BLOCK_M,) float32: D
+    k,  # the whole tensors: pointers or descriptors
+    v,
+    k_strides,
+    v_strides,
+    batch,
+    kv_head,
+    batch_head,
+    start_m,
+    begin,
+    end,
+    n_queries,
+    n_keys,
+    scale_log2,
+    dropout_scale,
+    dropout,
+    MASKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Add what keys begin … end contribute to dQ (not yet scaled) of one tile of queries."""
+    query_index = start_m + tl.arange(0, BLOCK_M)[:, None]
+    for start_n in tl.range(begin, end, BLOCK_N):
+        key_index = start_n + tl.arange(0, BLOCK_N)[None, :]
+        k_tile = load_tile(k, k_strides, batch, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, USE_TMA)
+        scores = tl.dot(q, k_tile.T, input_precision=PRECISION)
+        p = tl.exp2(scores * scale_log2 - lse[:, None])
+        if MASKED:
+            p = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p, 0.0)
+        v_tile = load_tile(v, v_strides, batch, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, USE_TMA)
+        dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
+        if HAS_DROPOUT:
+            kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
+            dp = tl.where(kept, dp * dropout_scale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
