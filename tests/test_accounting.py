@@ -191,3 +191,19 @@ def test_script_needs_no_torch():
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "| all | 3,084,928 |" in result.stdout
+
+
+def test_docs_show_the_formulas_numbers():
+    text = (ROOT / "docs" / "accounting.md").read_text(encoding="utf-8")
+    for size, config in MODEL_SIZES.items():
+        plain = memory.training_memory(config, 4, 512)
+        flash = memory.training_memory(config, 4, 512, attention="flash-triton")
+        gib = (
+            plain.parameters,
+            plain.parameters + plain.gradients + plain.optimizer_state,
+            plain.activations,
+            flash.activations,
+        )
+        forward = flops.matmul_flops_forward(config, 4, 512) / 1e12
+        cells = [size, f"{flops.num_parameters(config):,}", f"{forward:.4g}", *(f"{x / 2**30:.2f}" for x in gib)]
+        assert f"| {' | '.join(cells)} |" in text, size
