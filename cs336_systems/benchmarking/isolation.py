@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOADED = ["torch", "cs336_systems.workload"]
+# torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
+_PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
