@@ -115,8 +115,8 @@ def _flash_forward_kernel(
     scale_log2,
     dropout_p,
     dropout_scale,  # 1 / (1 - dropout_p)
-    seed,
-    offset,
+    seed: tl.int64,
+    offset: tl.int64,
     GROUP: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,

@@ -4,9 +4,11 @@ This is the only host code between `flash_triton.py` and the kernels; it is kept
 launches and host work take longer than the kernels.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -43,6 +45,52 @@ class Problem(NamedTuple):
 
 
 _LOG2_E = 1.4426950408889634
+_SMALLEST_SCALE = 1e-30
+
+
+@functools.cache
+def _arch_of(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def _block_d_of(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _dot_precision(dtype: torch.dtype, arch: int) -> str:
+    """tl.dot's input_precision. Float32 honours torch's setting: "tf32" if it allows that, else three TF32 products
+    a product ("tf32x3"), which keep float32's accuracy on tensor cores. Before sm_80 there is no TF32."""
+    if dtype != torch.float32 or arch < 80:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+def make_problem(
+    q: Tensor, k: Tensor, is_causal: bool, scale: float, dropout_p: float = 0.0, seed: int = 0, offset: int = 0
+) -> Problem:
+    """What the kernels need to know of q (batch, heads, n_queries, head_dim), k (batch, kv_heads, n_keys, head_dim)
+    and the call. scale must not be negative."""
+    batch, heads, n_queries, head_dim = q.shape
+    arch = _arch_of(q.device) if q.is_cuda else 0
+    return Problem(
+        batch=batch,
+        heads=heads,
+        group=heads // k.shape[1],
+        n_queries=n_queries,
+        n_keys=k.shape[2],
+        head_dim=head_dim,
+        block_d=_block_d_of(head_dim),
+        dtype=q.dtype,
+        is_causal=is_causal,
+        scale=max(scale, _SMALLEST_SCALE),  # -inf·0, of a masked score, would be NaN
+        dropout_p=dropout_p,
+        seed=seed,
+        offset=offset,
+        precision=_dot_precision(q.dtype, arch),
+        arch=arch,
+    )
 
 
 def _step_operands(config: KernelConfig, block_d: int, *tensors: Tensor) -> tuple[bool, tuple]:
@@ -64,7 +112,7 @@ def _dropout_scale(problem: Problem) -> float:
     return 1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1.0 else 0.0
 
 
-def _launch_flash_forward(
+def launch_flash_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, config: KernelConfig | None = None
 ) -> None:
     """Fill o and lse. q (batch, heads, n_queries, head_dim), k, v (batch, kv_heads, n_keys, head_dim), all of one
@@ -82,7 +130,7 @@ def _launch_flash_forward(
     )  # fmt: skip
 
 
-def _launch_flash_backward(
+def launch_flash_backward(
     problem: Problem,
     do: Tensor,
     q: Tensor,
