@@ -137,11 +137,11 @@ def test_clip_gradient_without_gradients_does_nothing(parameters):
 
 
 def test_clip_gradient_sums_low_precision_gradients_in_float32():
-    parameter = nn.Parameter(torch.zeros(400, dtype=torch.float16))
-    parameter.grad = torch.full_like(parameter, 300.0)  # the square of one overflows float16
-    clip_gradient([parameter], max_norm=60.0)  # the norm is 6000
+    parameter = nn.Parameter(torch.zeros(40_000, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 600.0)
+    clip_gradient([parameter], max_norm=1200.0)  # the norm, 120,000, is more than float16 can hold
     assert parameter.grad.dtype == torch.float16
-    torch.testing.assert_close(parameter.grad.float(), torch.full((400,), 3.0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(parameter.grad.float(), torch.full((40_000,), 6.0), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
