@@ -92,8 +92,9 @@ def flash_forward_pytorch(
     lowest = torch.finfo(dtype).min
 
     grouped_q = q.unflatten(1, (kv_heads, group_size))
-    o = torch.empty_like(grouped_q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((batch, kv_heads, group_size, n_queries), dtype=dtype)
+    o = torch.empty_like(q)
+    lse = q.new_empty((batch, heads, n_queries), dtype=dtype)
+    grouped_o, grouped_lse = o.unflatten(1, (kv_heads, group_size)), lse.unflatten(1, (kv_heads, group_size))
     for query_tile in _tiles(n_queries, query_tile_size):
         # (batch, kv_heads, rows, head_dim), rows = group_size · query tile
         q_tile = grouped_q[..., query_tile, :].flatten(2, 3).to(dtype) * scale
@@ -114,9 +115,9 @@ def flash_forward_pytorch(
             accumulator.mul_(correction.unsqueeze(-1)).add_(probabilities @ v[..., key_tile, :].to(dtype))
             row_max = new_max
         accumulator /= row_sum.masked_fill(row_sum == 0, 1).unsqueeze(-1)
-        o[..., query_tile, :] = accumulator.unflatten(2, (group_size, -1))
-        lse[..., query_tile] = row_max.add_(row_sum.log_()).unflatten(2, (group_size, -1))
-    return o.flatten(1, 2), lse.flatten(1, 2)
+        grouped_o[..., query_tile, :] = accumulator.unflatten(2, (group_size, -1))
+        grouped_lse[..., query_tile] = row_max.add_(row_sum.log_()).unflatten(2, (group_size, -1))
+    return o, lse
 
 
 @_outside_autograd_and_autocast
@@ -153,9 +154,9 @@ def flash_backward_pytorch(
     grouped_lse = grouped_lse.masked_fill(grouped_lse == -math.inf, math.inf)
     row_dot = (grouped_o.to(dtype) * grouped_do).sum(-1)  # D in the paper: rowsum(O ∘ dO)
 
-    dq = torch.zeros_like(grouped_q, dtype=dtype, memory_format=torch.contiguous_format) if needs_dq else None
-    dk = torch.empty_like(k, memory_format=torch.contiguous_format) if needs_dk else None
-    dv = torch.empty_like(v, memory_format=torch.contiguous_format) if needs_dv else None
+    dq = torch.zeros_like(q, dtype=dtype) if needs_dq else None
+    dk = torch.empty_like(k) if needs_dk else None
+    dv = torch.empty_like(v) if needs_dv else None
     for key_tile in _tiles(n_keys, key_tile_size):
         k_tile, v_tile = k[..., key_tile, :].to(dtype), v[..., key_tile, :].to(dtype)
         dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
@@ -180,14 +181,15 @@ def flash_backward_pytorch(
                 dp *= factor
             ds = dp.sub_(row_dot[..., query_tile].flatten(2, 3).unsqueeze(-1)).mul_(probabilities)
             if dq is not None:
-                dq[..., query_tile, :] += (ds @ k_tile).unflatten(2, (group_size, -1))
+                dq_tile = (ds @ k_tile).unflatten(2, (group_size, -1))
+                dq.unflatten(1, (kv_heads, group_size))[..., query_tile, :] += dq_tile
             if needs_dk:
                 dk_tile += ds.mT @ q_tile
         if dk is not None:
             dk[..., key_tile, :] = dk_tile
         if dv is not None:
             dv[..., key_tile, :] = dv_tile
-    return None if dq is None else dq.mul_(scale).flatten(1, 2).to(q.dtype), dk, dv
+    return None if dq is None else dq.mul_(scale).to(q.dtype), dk, dv
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):

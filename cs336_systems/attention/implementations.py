@@ -1,0 +1,91 @@
+"""The table of attention implementations: to add one, add a line to `IMPLEMENTATIONS`.
+
+An implementation is either a pair of functions (forward, backward) that `operators.py` makes differentiable, or one
+function built of PyTorch's own operators. Modules are imported at the first call, so that Triton need not be installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cs336_systems.attention.reference import attention_reference
+
+_TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+# Triton itself reads the variable when it defines a kernel, so setting it later would have no effect there either.
+_TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if not _TRITON_IS_INSTALLED:
+        return "the package triton is not installed (it comes with PyTorch on Linux)"
+    if device.type != "cuda" and not _TRITON_IS_INTERPRETED:
+        return (
+            f"Triton compiles for GPUs, and the tensors are on {device.type}; move them to a GPU, or set "
+            "TRITON_INTERPRET=1 in the environment before Python starts, for Triton's (slow) interpreter"
+        )
+    if dtype == torch.float64:
+        return "its kernels take float32, float16 and bfloat16, and the tensors are float64"
+    return None
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, dropout_p: float) -> Tensor:
+    return attention_reference(q, k, v, is_causal, scale, dropout_p=dropout_p)[0]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, dropout_p: float) -> Tensor:
+    if q.ndim == 3:  # SDPA's fused kernels take four dimensions only
+        return _sdpa(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal, scale, dropout_p).squeeze(1)
+    has_groups = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=has_groups
+    )
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Where an implementation's functions are, and when it can run.
+
+    `module`, `forward` and `backward` name functions with the signatures of `flash_forward_pytorch` and
+    `flash_backward_pytorch` (to `needs`). `composite` stands in their place where PyTorch can differentiate the
+    implementation itself. `why_not(device, dtype)` is None where it can run, else what is missing.
+    """
+
+    module: str = ""
+    forward: str = ""
+    backward: str = ""
+    composite: Callable[[Tensor, Tensor, Tensor, bool, float, float], Tensor] | None = None
+    why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "triton": Implementation(
+        "cs336_systems.attention.flash_triton", "flash_forward", "flash_backward", why_not=_why_not_triton
+    ),
+    "pytorch": Implementation(
+        "cs336_systems.attention.flash_pytorch", "flash_forward_pytorch", "flash_backward_pytorch"
+    ),
+    "reference": Implementation(composite=_reference),
+    "sdpa": Implementation(composite=_sdpa),
+}
+
+
+@functools.cache
+def kernels(name: str) -> tuple[Callable, Callable]:
+    """The forward and the backward function of an implementation that is not composite."""
+    implementation = IMPLEMENTATIONS[name]
+    module = importlib.import_module(implementation.module)
+    return getattr(module, implementation.forward), getattr(module, implementation.backward)
+
+
+def choose(q: Tensor) -> str:
+    """What "auto" stands for: Triton on a GPU where it can run, else tiled PyTorch."""
+    return "triton" if q.is_cuda and _why_not_triton(q.device, q.dtype) is None else "pytorch"
