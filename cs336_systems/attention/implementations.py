@@ -21,7 +21,7 @@ from cs336_systems.attention.reference import attention_reference
 
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 # Triton itself reads the variable when it defines a kernel, so setting it later would have no effect there either.
-_TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
