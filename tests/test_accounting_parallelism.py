@@ -78,20 +78,22 @@ def test_data_parallel_limit_is_where_the_times_cross(batch_tokens, element_byte
     assert data_parallel_min_tokens(DEVICE, mesh_axes=2) == data_parallel_min_tokens(DEVICE) / 2
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4])
 @pytest.mark.parametrize("num_matrices", [2, 3])
 @pytest.mark.parametrize("d_ff", [60, 550, 5_120])
-def test_tensor_parallel_limit_is_where_the_times_cross(d_ff, num_matrices):
+def test_tensor_parallel_limit_is_where_the_times_cross(d_ff, num_matrices, element_bytes):
     tokens, d_model = 777, 64
 
     def is_bound_by_arithmetic(devices: int) -> bool:
         compute = feed_forward_seconds(tokens, d_model, d_ff, num_matrices) / devices
-        activations = 2 * tokens * d_model
+        activations = element_bytes * tokens * d_model
         bandwidth = DEVICE.bandwidth_bytes_per_s
         gather = ring_all_gather_seconds(activations, devices, bandwidth)
         return compute >= gather + ring_reduce_scatter_seconds(activations, devices, bandwidth)
 
     most = max(devices for devices in range(1, 500) if is_bound_by_arithmetic(devices))
-    assert tensor_parallel_max_devices(DEVICE, d_ff, num_matrices=num_matrices) == most
+    limit = tensor_parallel_max_devices(DEVICE, d_ff, element_bytes=element_bytes, num_matrices=num_matrices)
+    assert limit == most
 
 
 @pytest.mark.parametrize(("tensor_devices", "fsdp_axes", "tensor_axes"), [(1, 1, 1), (4, 2, 1), (8, 1, 2), (30, 1, 1)])

@@ -209,16 +209,17 @@ def test_offsets_pass_2_to_the_31(device, monkeypatch):
         from triton.runtime.interpreter import GridExecutor
 
         monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *args: None)
-    far = 2**31 + 8
-    memory = torch.empty(far + 16, dtype=torch.float16, device=device)  # on a CPU only the touched pages come to exist
-    for shape, strides in [((2, 8), (far, 1)), ((8, 2), (1, far))]:
+    # Index and stride fit in int32, and their product does not; on a CPU only the pages that are touched come to exist.
+    stride = 2**30
+    memory = torch.empty(3 * stride + 8, dtype=torch.float16, device=device)
+    for shape, strides in [((4, 8), (stride, 1)), ((8, 4), (1, stride))]:
         x = memory.as_strided(shape, strides)
-        x.copy_(torch.arange(16.0).reshape(shape))
+        x.copy_(torch.arange(32.0).reshape(shape))
         w = torch.ones(shape[1], dtype=torch.float16, device=device, requires_grad=True)
         y = weighted_sum(x, w)
         y.sum().backward()
-        assert y.tolist() == torch.arange(16.0).reshape(shape).sum(1).tolist()
-        assert w.grad.tolist() == torch.arange(16.0).reshape(shape).sum(0).tolist()
+        assert y.tolist() == torch.arange(32.0).reshape(shape).sum(1).tolist()
+        assert w.grad.tolist() == torch.arange(32.0).reshape(shape).sum(0).tolist()
 
 
 def test_two_runs_agree_bit_for_bit(device):
