@@ -1,0 +1,29 @@
+"""Write the README's tables anew from the measurements under results/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.cli import parse
+
+
+@dataclass(frozen=True)
+class Arguments:
+    readme: Path = Path("README.md")
+    """The file whose blocks are filled."""
+    results: Path = Path("results")
+    """The committed measurements."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.readme_tables import fill_blocks
+    from cs336_systems.records import write_atomically
+
+    text = arguments.readme.read_text(encoding="utf-8")
+    write_atomically(arguments.readme, fill_blocks(text, arguments.results))
+
+
+if __name__ == "__main__":
+    main()

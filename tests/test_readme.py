@@ -1,0 +1,38 @@
+"""The README shows what results/ holds, and its commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.benchmarking.readme_tables import fill_blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_tables_are_those_of_the_committed_rows():
+    assert "<!-- begin " in README
+    assert fill_blocks(README, ROOT / "results") == README, "run: uv run python scripts/update_readme.py"
+
+
+def test_a_changed_number_would_be_seen():
+    number = re.search(r"<!-- begin [\w-]+ -->.*?\| (\d+\.\d+) \|", README, flags=re.DOTALL)
+    changed = README[: number.start(1)] + "0.123" + README[number.end(1) :]
+    assert fill_blocks(changed, ROOT / "results") == README
+
+
+def test_an_unknown_block_is_named():
+    with pytest.raises(ValueError, match="block='nothing'"):
+        fill_blocks("<!-- begin nothing -->\n<!-- end nothing -->", ROOT / "results")
+
+
+def test_linked_files_and_scripts_exist():
+    targets = re.findall(r"\]\(([^)#]+)\)|python (scripts/\w+\.py)", README)
+    files = {link or script for link, script in targets if not (link or script).startswith("http")}
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_every_script_is_named():
+    assert [path.name for path in (ROOT / "scripts").glob("*.py") if f"scripts/{path.name}" not in README] == []
