@@ -19,6 +19,10 @@ from typing import Any, Generic, TypeVar
 from cs336_systems.provenance import Provenance
 
 
+class Unsupported(Exception):
+    """What was asked for cannot run on this machine; the message is the row's reason, its status "unsupported"."""
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Mean, sample standard deviation (0 for one value), median and minimum, in the values' own unit."""

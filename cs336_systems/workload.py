@@ -13,11 +13,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-import cs336_basics.model
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
+from cs336_systems.attention.model_attention import set_attention, why_not
 from cs336_systems.configs import BenchmarkCell
+from cs336_systems.records import Unsupported
 
 _AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,7 +49,7 @@ class Workload:
             torch.cuda.set_device(self.device)
         torch.manual_seed(cell.seed)
         torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
-        select_attention(cell.attention, self.device)
+        _select_attention(cell.attention, self.device)
         config = cell.model_config()
         self.model = build_model(config, self.device)
         shape = (cell.batch_size, cell.ctx)
@@ -122,16 +123,8 @@ def compile_model(model: BasicsTransformerLM, how: str) -> None:
             block.compile()
 
 
-def select_attention(name: str, device: torch.device) -> None:
-    """Puts an attention into `cs336_basics.model` under the global name that the model looks up at each call.
-
-    Raises:
-        Unsupported: it cannot run on `device`.
-    """
-    if name == "naive":
-        cs336_basics.model.scaled_dot_product_attention = _NAIVE_ATTENTION
-        return
-    raise NotImplementedError(name)
-
-
-_NAIVE_ATTENTION = cs336_basics.model.scaled_dot_product_attention
+def _select_attention(name: str, device: torch.device) -> None:
+    missing = why_not(name, device)
+    if missing is not None:
+        raise Unsupported(f"attention {name!r}: {missing}")
+    set_attention(name)

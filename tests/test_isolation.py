@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from cs336_systems.benchmarking.isolation import Outcome, Unsupported, is_out_of_memory, run_isolated
+from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
+from cs336_systems.records import Unsupported
 
 
 def _double(value):

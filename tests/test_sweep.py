@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from cs336_systems.benchmarking.isolation import Unsupported
 from cs336_systems.benchmarking.sweep import run_sweep
-from cs336_systems.records import ResultsFile, read_results
+from cs336_systems.records import ResultsFile, Unsupported, read_results
 from tests.example_rows import RUN
 
 

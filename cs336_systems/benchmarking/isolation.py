@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from cs336_systems.records import Unsupported
+
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
 _PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
 _OUT_OF_MEMORY = (
@@ -27,10 +29,6 @@ _OUT_OF_MEMORY = (
     "not enough memory",
     "Cannot allocate memory",
 )
-
-
-class Unsupported(Exception):
-    """What was asked for cannot run on this machine; its message is the row's reason."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def plot_phases(rows: Sequence[BenchmarkRow], path: Path) -> None:
     a group along the others. The whiskers are the step's standard deviation; a cell without a time shows its status."""
     varied = [name for name in _AXES if len({getattr(row, name) for row in rows}) > 1]
     group_by, within = (varied[0], varied[1:]) if varied else ("ctx", [])
+    heading = _HEADINGS.get(group_by, group_by)
     sizes = list(dict.fromkeys(row.size for row in rows))
     columns = min(len(sizes), 3)
     figure, axes = new_figure(columns, -(-len(sizes) // columns), width=max(3.2, 9.6 / columns))
@@ -53,7 +54,7 @@ def plot_phases(rows: Sequence[BenchmarkRow], path: Path) -> None:
     for axis, size in zip(axes.flat, sizes, strict=False):
         _draw_panel(axis, [row for row in rows if row.size == size], group_by, within)
         axis.set_title(size)
-        axis.set_xlabel(group_by if not within else f"{group_by}; bars: {_join(within, ' / ')}")
+        axis.set_xlabel(heading if not within else f"{heading}; bars: {_join(within, ' / ')}")
         axis.set_ylabel("ms a step")
     entries: dict[str, Any] = {}
     for axis in axes.flat:
@@ -92,12 +93,14 @@ def _draw_panel(axis: Any, rows: Sequence[BenchmarkRow], group_by: str, within: 
             )
     axis.set_xticks(range(len(groups)), [str(group) for group in groups])
     axis.margins(y=0.25 if within else 0.08)
+    axis.set_ylim(bottom=0)  # a deviation larger than its mean would pull the axis below
 
 
 def _bar_label(row: BenchmarkRow, within: list[str]) -> str:
     return _join([_LABELS.get((name, getattr(row, name)), str(getattr(row, name))) for name in within], " ")
 
 
+_HEADINGS = {"ctx": "context length", "warmup": "warm-up steps"}
 _LABELS = {("compile", "on"): "compiled", ("compile", "off"): "eager", ("compile", "blocks"): "compiled blocks"}
 
 
