@@ -1,6 +1,7 @@
 """What every test gets: shape and dtype checks on, few threads, seeded randomness, GPU tests skipped without a GPU."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 # Before torch is imported: the suite shares two cores with the ranks that its distributed tests spawn.
@@ -9,7 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import jaxtyping
 from jaxtyping import install_import_hook
+
+import tests.typecheck  # noqa: F401  found by its name below
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +31,7 @@ def _modules_to_check() -> list[str]:
 
 
 # Every jaxtyping annotation of the two packages is checked while the tests run.
-install_import_hook(_modules_to_check(), "beartype.beartype")
+install_import_hook(_modules_to_check(), "tests.typecheck.check")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -45,6 +49,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def annotations_unchecked() -> Generator[None]:
+    """For tests that compile in this process: an active checker around each function breaks torch.compile's graph."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import re
 
-import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -344,15 +343,7 @@ def test_attention_that_masks_by_itself_gets_no_mask(monkeypatch):
     assert masks == [None, None]
 
 
-@pytest.fixture
-def _annotations_unchecked():
-    """What checks annotations wraps each function, and an active wrapper breaks the graph that torch.compile makes."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.mark.usefixtures("_annotations_unchecked")
+@pytest.mark.usefixtures("annotations_unchecked")
 def test_model_compiles_whole_and_sees_a_swapped_attention(monkeypatch):
     model, tokens = _model(), _tokens(2, 12)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
