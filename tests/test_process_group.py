@@ -151,10 +151,10 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device_type": "tpu"}, "device_type is 'tpu'"),
-        ({"timeout_s": 0.0}, "timeout_s is 0.0"),
-        ({"max_ctas": 4}, "max_ctas is 4"),
-        ({"device_type": "cuda", "max_ctas": 0}, "max_ctas is 0"),
+        ({"device_type": "tpu"}, "device_type='tpu': must"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0: must"),
+        ({"max_ctas": 4}, "max_ctas=4: must"),
+        ({"device_type": "cuda", "max_ctas": 0}, "max_ctas=0: must"),
     ],
 )
 def test_bad_options_are_refused(arguments: dict, message: str) -> None:
@@ -163,10 +163,10 @@ def test_bad_options_are_refused(arguments: dict, message: str) -> None:
 
 
 def test_bad_world_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="world_size is 0"):
+    with pytest.raises(ValueError, match="world_size=0: must"):
         spawn_ranks(_sum_of_ranks, 0, world_size=0)
     n_gpus = torch.cuda.device_count()
-    with pytest.raises(ValueError, match=f"world size of {n_gpus + 1} .* {n_gpus} are visible"):
+    with pytest.raises(ValueError, match=f"world_size={n_gpus + 1}: .* this node has {n_gpus} visible"):
         spawn_ranks(_sum_of_ranks, 0, world_size=n_gpus + 1, options=GroupOptions("cuda"))
     check_gpus("cpu", 10_000)
 
@@ -174,7 +174,7 @@ def test_bad_world_sizes_are_refused() -> None:
 def test_a_world_size_other_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="world_size is 3, but torchrun started 2 ranks"):
+    with pytest.raises(ValueError, match="world_size=3: must be 2, as many ranks as torchrun started"):
         run_ranks(_sum_of_ranks, 0, world_size=3)
 
 

@@ -6,6 +6,8 @@ torchrun or srun started it, and otherwise on ranks that it spawns on this machi
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import socket
 import sys
@@ -18,14 +20,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from cs336_systems.distributed import slurm
+from cs336_systems.distributed.lifeline import lifeline, own_address
 from cs336_systems.distributed.spawn import spawn_processes
 
 Result = TypeVar("Result")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DEFAULT_TIMEOUT_S = 600.0
+_groups_so_far = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,11 @@ class GroupOptions:
 
     def __post_init__(self) -> None:
         if self.device_type not in BACKENDS:
-            raise ValueError(f"device_type is {self.device_type!r}; allowed are {sorted(BACKENDS)}")
+            raise ValueError(f"device_type={self.device_type!r}: must be one of {', '.join(BACKENDS)}")
         if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
+            raise ValueError(f"timeout_s={self.timeout_s}: must be more than 0")
         if self.max_ctas is not None and (self.device_type != "cuda" or not 1 <= self.max_ctas <= 64):
-            raise ValueError(f"max_ctas is {self.max_ctas}; it needs device_type 'cuda' and lies between 1 and 64")
+            raise ValueError(f"max_ctas={self.max_ctas}: must be between 1 and 64, with device_type 'cuda'")
 
     @property
     def backend(self) -> str:
@@ -81,8 +86,8 @@ def check_gpus(device_type: str, local_world_size: int) -> None:
     """Raise ValueError if this node has fewer GPUs than ranks: NCCL would hang or fail with an obscure error."""
     if device_type == "cuda" and local_world_size > torch.cuda.device_count():
         raise ValueError(
-            f"a world size of {local_world_size} on this node needs as many GPUs, one a rank; "
-            f"{torch.cuda.device_count()} are visible. Ask for fewer processes, or for the CPU (gloo)"
+            f"world_size={local_world_size}: must be at most the number of GPUs, one a rank; this node has "
+            f"{torch.cuda.device_count()} visible. Ask for fewer processes, or for the CPU (gloo)"
         )
 
 
@@ -91,6 +96,11 @@ def launcher() -> str | None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return "torchrun"
     return "slurm" if slurm.is_task_of_several(os.environ) else None
+
+
+def launched_world_size() -> int | None:
+    """The number of ranks that torchrun or srun started, of which this process is one; None if nobody did."""
+    return _placement_from_environment().world_size if launcher() is not None else None
 
 
 def _placement_from_environment() -> Placement:
@@ -114,13 +124,10 @@ def _nccl_options(max_ctas: int) -> Any:
 
 
 @contextmanager
-def process_group(
-    options: GroupOptions, placement: Placement, store: dist.Store | None = None
-) -> Generator[RankContext]:
+def process_group(options: GroupOptions, placement: Placement, store: dist.Store) -> Generator[RankContext]:
     """Make the default process group, yield this rank's context, and destroy the group at the end.
 
-    The device is made current before the group, so that NCCL's communicator is built on it. Without a store the ranks
-    meet at MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+    The device is made current before the group, so that NCCL's communicator is built on it. The ranks meet at `store`.
 
     Raises:
         ValueError: the node has fewer GPUs than ranks.
@@ -135,7 +142,6 @@ def process_group(
             keywords["pg_options"] = _nccl_options(options.max_ctas)
     dist.init_process_group(
         options.backend,
-        init_method="env://" if store is None else None,
         store=store,
         rank=placement.rank,
         world_size=placement.world_size,
@@ -182,7 +188,7 @@ def spawn_ranks(
     """`run_ranks` that always spawns its ranks on this machine, whoever started this process."""
     options = options or GroupOptions()
     if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; it must be at least 1")
+        raise ValueError(f"world_size={world_size}: must be at least 1")
     check_gpus(options.device_type, world_size)
     # This process holds the store for as long as the ranks live, on a port that the system picked: nothing is guessed,
     # so no two runs on a machine can collide.
@@ -202,19 +208,32 @@ def _spawned_rank(rank: int, port: int, world_size: int, options: GroupOptions, 
 def _run_this_rank(function: Callable, args: tuple, world_size: int, options: GroupOptions) -> list | None:
     placement = _placement_from_environment()
     if world_size != placement.world_size:
-        raise ValueError(f"world_size is {world_size}, but {launcher()} started {placement.world_size} ranks")
-    store = None
-    if launcher() == "slurm" and "MASTER_PORT" not in os.environ:
-        store = slurm.rendezvous(os.environ, placement.rank, options.timeout_s)
+        raise ValueError(
+            f"world_size={world_size}: must be {placement.world_size}, as many ranks as {launcher()} started"
+        )
     try:
-        with process_group(options, placement, store) as context:
-            result = function(context, *args)
-            results = [None] * world_size if placement.rank == 0 else None
-            dist.gather_object(result, results)
+        store, host = _launched_store(placement, options.timeout_s)
+        # One group after another must not find its predecessor's keys.
+        store = dist.PrefixStore(f"group {next(_groups_so_far)}", store)
+        with lifeline(store, placement.rank, world_size, host, options.timeout_s):
+            with process_group(options, placement, store) as context:
+                result = function(context, *args)
+                results = [None] * world_size if placement.rank == 0 else None
+                dist.gather_object(result, results)
             return results
     except BaseException as error:
         _report_and_exit(error, placement)
         raise
+
+
+@functools.cache
+def _launched_store(placement: Placement, timeout_s: float) -> tuple[dist.Store, str]:
+    """The launched ranks' common store, and the name under which other nodes reach this one; once a process."""
+    if launcher() == "slurm" and "MASTER_PORT" not in os.environ:
+        return slurm.rendezvous(os.environ, placement.rank, timeout_s), slurm.own_host(os.environ)
+    timeout = timedelta(seconds=timeout_s)
+    store, _, _ = next(rendezvous("env://", placement.rank, placement.world_size, timeout=timeout))
+    return store, own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def _report_and_exit(error: BaseException, placement: Placement) -> None:

@@ -5,7 +5,6 @@ No port is agreed on in advance: rank 0 binds a free one and publishes it in a f
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_rendezvous_counter = itertools.count()
 
 
 def is_task_of_several(environment: Mapping[str, str]) -> bool:
@@ -67,24 +64,28 @@ def rendezvous(environment: Mapping[str, str], rank: int, timeout_s: float) -> d
     import torch.distributed as dist
 
     directory = Path(environment.get("CS336_RENDEZVOUS_DIR", environment.get("SLURM_SUBMIT_DIR", ".")))
-    restarts, meeting = environment.get("SLURM_RESTART_COUNT", "0"), next(_rendezvous_counter)
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
-    file = directory / f".rendezvous-{job}-{step}-{restarts}-{meeting}"
+    file = directory / f".rendezvous-{job}-{step}-{environment.get('SLURM_RESTART_COUNT', '0')}"
     world_size, timeout = _n_tasks(environment), timedelta(seconds=timeout_s)
     if rank == 0:
-        one_node = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1"
-        host = "127.0.0.1" if one_node else environment.get("SLURMD_NODENAME", socket.gethostname())
-        store = dist.TCPStore("0.0.0.0" if not one_node else host, 0, is_master=True, wait_for_workers=False)
+        host = own_host(environment)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(f"{host} {store.port}")
         partial.replace(file)  # atomic: no reader sees half an address
-        store.set("rank 0 is there", "")
     else:
         host, port = _published_address(file, timeout_s)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     if store.add("met", 1) == world_size:
         file.unlink(missing_ok=True)
     return store
+
+
+def own_host(environment: Mapping[str, str]) -> str:
+    """The name under which the step's other nodes reach this one; the loopback address if there is no other."""
+    if environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1":
+        return "127.0.0.1"
+    return environment.get("SLURMD_NODENAME", socket.gethostname())
 
 
 def _published_address(file: Path, timeout_s: float) -> tuple[str, int]:

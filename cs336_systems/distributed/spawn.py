@@ -58,13 +58,27 @@ class _Rank:
         return self.end_s is not None and (self.report is None or bool(self.report.error_name))
 
 
+_IN_SERVER = "CS336_IN_FORK_SERVER"
 _preloaded_modules = ["torch", "torch.distributed"]
 
 
-def preload_in_fork_server(*modules: str) -> None:
-    """Have the fork server import these modules too. It counts only before this process's first rank starts, and a
-    module that the server can't import is left to the ranks."""
+def start_fork_server(*modules: str) -> None:
+    """Start the fork server now, with these modules imported besides torch; a module that it can't import is left to
+    the ranks. It returns at once, while the server imports. Once it runs, this does nothing.
+
+    A module may call this as it is imported, and be among `modules`: in the server and in ranks it does nothing.
+    """
+    if multiprocessing.parent_process() is not None or _IN_SERVER in os.environ:
+        return
     _preloaded_modules.extend(module for module in modules if module not in _preloaded_modules)
+    if start_context().get_start_method() == "forkserver":
+        from multiprocessing import forkserver
+
+        os.environ[_IN_SERVER] = "1"  # the server inherits it
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ[_IN_SERVER]
 
 
 def start_context() -> Any:
