@@ -1,0 +1,180 @@
+"""Buckets: which parameters share one, and the two ways in which a bucket's gradients can travel as one.
+
+A `FlatBucket` owns one buffer, and the gradients are views into it. A `CoalescedBucket` owns no memory: the gradients
+travel from where autograd put them, as one group call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Inexact
+from torch import Tensor, nn
+
+from cs336_systems.distributed.collectives import average_, average_coalesced_
+
+BYTES_PER_MB = 10**6
+_ALIGNMENT_BYTES = 16  # kernels such as fused AdamW read 16 bytes at a time from addresses that are multiples of it
+
+
+def assign_buckets(parameters: Sequence[Inexact[Tensor, "..."]], bucket_size_mb: float) -> list[list[int]]:
+    """Put parameters into buckets, from the last to the first, which is about the order of their gradients.
+
+    Args:
+        parameters: in the module's order.
+        bucket_size_mb: a bucket's largest size in MB (10**6 bytes). A larger parameter has a bucket to itself.
+
+    Returns:
+        Indices into `parameters` by bucket: each index in one bucket, each bucket of one dtype, and the buckets in the
+        order in which they are expected to be full. For example, four float32 parameters of 1 MB and buckets of 2 MB:
+        [[3, 2], [1, 0]].
+
+    Raises:
+        ValueError: `bucket_size_mb` is not positive.
+    """
+    if not bucket_size_mb > 0:
+        raise ValueError(f"bucket_size_mb={bucket_size_mb}: must be more than 0")
+    full: list[list[int]] = []
+    open_buckets: dict[torch.dtype, list[int]] = {}
+    open_bytes: dict[torch.dtype, int] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        dtype, n_bytes = parameter.dtype, parameter.numel() * parameter.element_size()
+        if open_buckets.get(dtype) and open_bytes[dtype] + n_bytes > bucket_size_mb * BYTES_PER_MB:
+            full.append(open_buckets.pop(dtype))
+        if dtype not in open_buckets:
+            open_buckets[dtype], open_bytes[dtype] = [], 0
+        open_buckets[dtype].append(index)
+        open_bytes[dtype] += n_bytes
+    buckets = full + list(open_buckets.values())
+    return sorted(buckets, key=lambda bucket: -bucket[-1])  # by the parameter that each waits for longest
+
+
+class Bucket(ABC):
+    """Parameters of one dtype whose gradients travel as one collective, with `n_flags` elements behind them.
+
+    Once per backward pass: `take(i)` as parameter i's gradient becomes ready, `launch`, `finish`, then read
+    `averaged[i]`, which holds parameter i's average also where its `.grad` is None, and `release`.
+
+    With `comm_dtype` the gradients travel in that dtype, and are summed in it.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], n_flags: int, group: dist.ProcessGroup, comm_dtype: torch.dtype | None
+    ) -> None:
+        self.parameters = list(parameters)
+        self.averaged: list[Tensor] = []
+        self._group = group
+        own = parameters[0].dtype
+        self._dtype = comm_dtype if comm_dtype is not None and own.is_floating_point else own
+        self._done: dist.Work | torch.futures.Future | None = None
+
+    def take(self, i: int) -> None:  # noqa: B027  a bucket without memory of its own takes nothing
+        """Note parameter i's gradient, which is complete."""
+
+    @abstractmethod
+    def launch(self, flags: Inexact[Tensor, " flags"] | None) -> None:
+        """Start the average of the gradients, zeros where there are none, and of `flags` (None if there are none)."""
+
+    def finish(self) -> None:
+        """Wait for the average. On a GPU the current stream waits, not the host."""
+        assert self._done is not None
+        self._done.wait()
+        self._done = None
+
+    @property
+    @abstractmethod
+    def flags(self) -> Inexact[Tensor, " flags"]:
+        """The averaged flags."""
+
+    def release(self) -> None:  # noqa: B027
+        """Hold on to no gradient until the next launch."""
+
+
+class FlatBucket(Bucket):
+    """One buffer, into which the gradients are views.
+
+    A gradient that autograd made anew (after zero_grad(set_to_none=True)) is copied into its view, once, which takes
+    its place as `.grad`; one that autograd added up in its view (after `set_to_none=False`) is not copied at all.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], n_flags: int, group: dist.ProcessGroup, comm_dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(parameters, n_flags, group, comm_dtype)
+        alignment = max(1, _ALIGNMENT_BYTES // parameters[0].element_size())
+        offsets, end = [], 0
+        for parameter in parameters:
+            offsets.append(end)
+            end += -(-parameter.numel() // alignment) * alignment
+        self.buffer = parameters[0].detach().new_zeros(end + n_flags)
+        self._flags = self.buffer[end:]
+        self.averaged = [
+            # With the strides that autograd gives to a gradient it makes anew.
+            self.buffer.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
+            for parameter, offset in zip(parameters, offsets, strict=True)
+        ]
+
+    def zero_gradients(self) -> None:
+        """Zero all gradients with one fill, and make each `.grad` its view, so that autograd adds to it in place."""
+        self.buffer.zero_()
+        for parameter, view in zip(self.parameters, self.averaged, strict=True):
+            parameter.grad = view
+
+    def take(self, i: int) -> None:
+        # At once, not at launch: the new gradient is still in the cache, and its memory is free for the next one.
+        parameter, view = self.parameters[i], self.averaged[i]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+
+    def launch(self, flags: Inexact[Tensor, " flags"] | None) -> None:
+        for i in range(len(self.parameters)):
+            self.take(i)  # nothing to do for those that were taken
+        if flags is not None:
+            self._flags.copy_(flags)
+        if self._dtype == self.buffer.dtype:
+            self._done = average_(self.buffer, self._group, async_op=True)
+            return
+        travelling = self.buffer.to(self._dtype)
+        work = average_(travelling, self._group, async_op=True)
+        assert work is not None
+        # On a GPU the copy home runs on a stream of its own, beside backward.
+        self._done = work.get_future().then(lambda _: self.buffer.copy_(travelling))
+
+    @property
+    def flags(self) -> Inexact[Tensor, " flags"]:
+        return self._flags
+
+
+class CoalescedBucket(Bucket):
+    """No buffer: the gradients are averaged where autograd put them."""
+
+    def launch(self, flags: Inexact[Tensor, " flags"] | None) -> None:
+        self.averaged = [
+            parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            for parameter in self.parameters
+        ]
+        self._flags = flags if flags is not None else self.averaged[0].new_empty(0)
+        home = [*self.averaged, self._flags] if flags is not None else self.averaged
+        travelling = [tensor.to(self._dtype).contiguous() for tensor in home]  # the same tensor where it will do
+        work = average_coalesced_(travelling, self._group)
+        away = [i for i in range(len(home)) if travelling[i] is not home[i]]
+        if not away:
+            self._done = work
+            return
+        self._done = work.get_future().then(
+            lambda _: torch._foreach_copy_([home[i] for i in away], [travelling[i] for i in away])
+        )
+
+    @property
+    def flags(self) -> Inexact[Tensor, " flags"]:
+        return self._flags
+
+    def release(self) -> None:
+        self.averaged = []
