@@ -1,0 +1,150 @@
+"""What the three attention benchmarks have in common: a cell's parameters and checks, its inputs, and its memory.
+
+No torch at import, so that a command line can be parsed, refused or explained at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from cs336_systems.configs import Precision, check
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# Every implementation (see attention_peers.PEERS), and those that are something without torch.compile.
+PeerName = Literal[
+    "flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "naive", "naive-compiled", "flash-pytorch"
+]
+EagerPeerName = Literal["flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "naive", "flash-pytorch"]
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class AttentionCell:
+    """Which attention runs on what: the parameters that all three benchmarks have.
+
+    `precision` is the inputs' dtype; tf32 is float32 with tensor cores where an implementation uses
+    `torch.set_float32_matmul_precision`. `length` counts tokens, of queries and keys alike.
+
+    Raises:
+        ValueError: a value out of its range, or a precision that the device lacks.
+    """
+
+    implementation: PeerName
+    precision: Precision
+    head_dim: int
+    length: int
+    is_causal: bool = True
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("implementation", PeerName), ("precision", Precision)):
+            allowed = get_args(choices)
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        check(1 <= self.head_dim <= MAX_HEAD_DIM, "head_dim", self.head_dim, f"must be from 1 to {MAX_HEAD_DIM}")
+        check(self.length >= 1, "length", self.length, "must be at least 1")
+        check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
+        check(
+            re.fullmatch(r"cpu|mps|cuda(:\d+)?", self.device) is not None,
+            "device",
+            self.device,
+            "must be cpu, mps, cuda or cuda:N",
+        )
+        check(
+            self.precision != "tf32" or self.device.startswith("cuda"),
+            "precision",
+            self.precision,
+            f"is a mode of NVIDIA's tensor cores, and device={self.device!r}; there fp32 and bf16 run",
+        )
+
+
+def check_not_empty(**flags: object) -> None:
+    """Raises ValueError for the first flag that was given no value."""
+    for name, values in flags.items():
+        check(values != (), name, "", "needs at least one value")
+
+
+def torch_dtype(precision: Precision) -> torch.dtype:
+    """The inputs' dtype; tf32 inputs are float32."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
+def prepare_device(cell: AttentionCell) -> torch.device:
+    """Makes the cell's device current, seeds its random numbers and sets float32's precision there."""
+    import torch
+
+    device = torch.device(cell.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    torch.manual_seed(cell.seed)
+    torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
+    return device
+
+
+def make_inputs(cell: AttentionCell, *leading: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v, which require grad, and dO: standard normal, each (*leading, length, head_dim)."""
+    import torch
+
+    def random(requires_grad: bool) -> Tensor:
+        shape = (*leading, cell.length, cell.head_dim)
+        dtype = torch_dtype(cell.precision)
+        return torch.randn(shape, dtype=dtype, device=cell.device, requires_grad=requires_grad)
+
+    return random(True), random(True), random(True), random(False)
+
+
+Values = TypeVar("Values", bound=dict[str, Any])
+
+
+def without_leftovers(measure: Callable[[], Values], device: torch.device) -> Values:
+    """Calls `measure` and takes from each of its "…_gib" values what is still allocated when all its tensors are gone.
+
+    What stays is not the cell's: cuBLAS's workspaces, which the first matrix product of a process leaves behind.
+    """
+    values = measure()
+    gc.collect()
+    leftover = allocated_gib(device) or 0.0
+    for name, value in values.items():
+        if name.endswith("_gib") and value is not None:
+            values[name] = value - leftover
+    return values
+
+
+def allocated_gib(device: torch.device) -> float | None:
+    """What the allocator has given out on a GPU, GiB; None elsewhere, where PyTorch keeps no such count."""
+    import torch
+
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def peak_allocated_gib(device: torch.device) -> float | None:
+    """The most that was allocated at once since `reset_peak`, GiB; None without a GPU."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def reset_peak(device: torch.device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory() -> None:
+    """Drops what running out of memory left behind, so that the next cell starts with all of the card."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

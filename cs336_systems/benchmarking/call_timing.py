@@ -1,0 +1,63 @@
+"""Times one call over and over, as `triton.testing.do_bench` does: for a time, not a count, and from a cold L2 cache.
+
+On a GPU it is do_bench itself. Elsewhere the host's clock stands in for the GPU's events, and no cache is emptied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cs336_systems.benchmarking.timing import synchronize
+
+
+def time_calls(
+    call: Callable[[], object],
+    warmup_ms: float,
+    rep_ms: float,
+    device: torch.device,
+    grad_to_none: Sequence[Tensor] = (),
+) -> list[float]:
+    """Calls `call` for about `warmup_ms`, then for about `rep_ms`, and returns each of the latter calls' milliseconds.
+
+    What the call queues on the GPU is timed from its first kernel's turn to its last one's end, so that a call whose
+    host work takes longer than its kernels counts the waiting too, as its user would. Before each timed call the
+    gradients of `grad_to_none` are dropped, so that a backward pass never adds to the last one's.
+
+    Raises:
+        ValueError: `warmup_ms` below 0, or `rep_ms` not above 0.
+    """
+    if warmup_ms < 0:
+        raise ValueError(f"warmup_ms={warmup_ms}: must be 0 or more")
+    if rep_ms <= 0:
+        raise ValueError(f"rep_ms={rep_ms}: must be above 0")
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(call, warmup=warmup_ms, rep=rep_ms, grad_to_none=grad_to_none, return_mode="all")
+    call()
+    estimate_ms = max(time_once(call, device), 1e-3)
+    for _ in range(max(1, int(warmup_ms / estimate_ms))):
+        call()
+    times = []
+    for _ in range(max(1, int(rep_ms / estimate_ms))):
+        drop_gradients(grad_to_none)
+        times.append(time_once(call, device))
+    return times
+
+
+def time_once(call: Callable[[], object], device: torch.device) -> float:
+    """One call's milliseconds on the host's clock, from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def drop_gradients(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None

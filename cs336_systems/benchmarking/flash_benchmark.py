@@ -1,0 +1,305 @@
+"""FlashAttention-2 beside its peers over lengths, head_dims and dtypes: forward, backward and both, timed and weighed.
+
+Handout, item FlashAttention-2 against the plain implementation. Each pass of each shape is a cell and a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from cs336_systems.accounting.flops import attention_flops, peak_tflops
+from cs336_systems.benchmarking.attention_cells import (
+    AttentionCell,
+    check_not_empty,
+    make_inputs,
+    peak_allocated_gib,
+    prepare_device,
+    reset_peak,
+    without_leftovers,
+)
+from cs336_systems.benchmarking.grouped_sweep import Skipped, measure_into_files, run_grouped_sweep
+from cs336_systems.configs import check
+from cs336_systems.records import ResultsFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Phase = Literal["forward", "backward", "both"]
+CompiledShapes = Literal["dynamic", "static"]
+
+# The float64 reference keeps every score; with more of them (one head, length 4,096) it would cost more than the rest.
+MAX_CHECKED_SCORES = 2**24
+
+
+@dataclass(frozen=True)
+class FlashCell(AttentionCell):
+    """One pass of one peer on (batch_size, heads, length, head_dim) inputs, and how long it is timed."""
+
+    batch_size: int = 1
+    heads: int = 1
+    phase: Phase = "both"
+    compiled_shapes: CompiledShapes = "dynamic"
+    warmup_ms: int = 25
+    rep_ms: int = 100
+    max_call_ms: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, choices in (("phase", Phase), ("compiled_shapes", CompiledShapes)):
+            allowed = get_args(choices)
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        for name in ("batch_size", "heads", "rep_ms", "max_call_ms"):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        check(self.warmup_ms >= 0, "warmup_ms", self.warmup_ms, "must be 0 or more")
+
+
+@dataclass(frozen=True)
+class FlashRow(FlashCell):
+    """A cell and what it measured; results are None where the status is not "ok".
+
+    `tflops` is `attention_flops` over the median; `peak_share` sets it beside the card's dense peak in that precision.
+    `peak_memory_gib` is the allocator's peak during one call, with q, k, v, dO and, for backward, the output and what
+    forward kept (None without a GPU). `relative_error`, up to `MAX_CHECKED_SCORES`, is the largest difference
+    from a float64 reference over the reference's largest value: of the output after forward, of the worst gradient
+    after backward.
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    min_ms: float | None = None
+    repetitions: int | None = None
+    tflops: float | None = None
+    peak_share: float | None = None
+    peak_memory_gib: float | None = None
+    relative_error: float | None = None
+
+
+class FlashMeasure:
+    """Measures cells one after another in a process; remembers what took too long, and skips it at longer lengths."""
+
+    def __init__(self) -> None:
+        from torch._functorch import config
+
+        # Backward is timed many times over one forward, and a compiled one may not reuse what it is given for that.
+        config.donated_buffer = False  # ty: ignore[invalid-assignment]
+        self._too_slow: dict[tuple, str] = {}
+
+    def __call__(self, cell: FlashCell) -> dict[str, Any]:
+        """The row's results. Raises `Unsupported` with the peer's reason, and `Skipped` where it took too long."""
+        from cs336_systems.benchmarking.attention_peers import open_peer
+
+        everything_but_length = (cell.precision, cell.head_dim, cell.is_causal, cell.batch_size, cell.heads, cell.phase)
+        if everything_but_length in self._too_slow:
+            raise Skipped(self._too_slow[everything_but_length])
+        device = prepare_device(cell)
+        try:
+            with open_peer(cell.implementation, device, _compiler(cell)) as attention:
+                results = without_leftovers(lambda: _measure_pass(cell, attention, device), device)
+                results["relative_error"] = _relative_error(cell, attention)
+                return results
+        except Skipped as error:
+            self._too_slow[everything_but_length] = f"at length {cell.length}, {error}"
+            raise
+
+
+def _compiler(cell: FlashCell) -> Callable[[Callable], Callable]:
+    from cs336_systems.benchmarking.attention_peers import compile_once
+
+    dynamic = cell.compiled_shapes == "dynamic"
+    key = (
+        cell.precision,
+        cell.head_dim,
+        cell.is_causal,
+        None if dynamic else (cell.batch_size, cell.heads, cell.length),
+    )
+    return lambda function: compile_once(function, dynamic, key)
+
+
+def _measure_pass(cell: FlashCell, attention: Callable[..., Tensor], device: torch.device) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    from cs336_systems.benchmarking.call_timing import drop_gradients, time_calls, time_once
+
+    call, inputs = _pass_of(cell, attention)
+    call()  # compiles, and tunes
+    drop_gradients(inputs)
+    reset_peak(device)
+    call_ms = time_once(call, device)
+    peak_memory_gib = peak_allocated_gib(device)
+    if call_ms > cell.max_call_ms:
+        raise Skipped(f"one call took {call_ms:.0f} ms, more than {cell.max_call_ms}")
+    times = time_calls(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=inputs)
+    median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
+    flops = attention_flops(cell.batch_size, cell.heads, cell.length, cell.head_dim, cell.is_causal)[cell.phase]
+    tflops = flops / median / 1e9
+    peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None
+    return {
+        "median_ms": median,
+        "p20_ms": p20,
+        "p80_ms": p80,
+        "min_ms": min(times),
+        "repetitions": len(times),
+        "tflops": tflops,
+        "peak_share": tflops / peak if peak else None,
+        "peak_memory_gib": peak_memory_gib,
+    }
+
+
+def _pass_of(cell: FlashCell, attention: Callable[..., Tensor]) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+    """The call to time, and the inputs whose gradients it writes. Backward is the same pass over one forward's graph,
+    again and again; it is timed by itself, not as a difference."""
+    q, k, v, do = make_inputs(cell, cell.batch_size, cell.heads)
+    if cell.phase == "forward":
+        return lambda: attention(q, k, v, cell.is_causal), (q, k, v)
+    if cell.phase == "backward":
+        o = attention(q, k, v, cell.is_causal)
+        return lambda: o.backward(do, retain_graph=True), (q, k, v)
+    return lambda: attention(q, k, v, cell.is_causal).backward(do), (q, k, v)
+
+
+def _relative_error(cell: FlashCell, attention: Callable[..., Tensor]) -> float | None:
+    import torch
+
+    from cs336_systems.attention.reference import attention_reference
+
+    if cell.phase == "both" or cell.batch_size * cell.heads * cell.length**2 > MAX_CHECKED_SCORES:
+        return None
+    *inputs, do = make_inputs(cell, cell.batch_size, cell.heads)
+    exact_inputs = q, k, v = [x.detach().double().requires_grad_() for x in inputs]
+    results: tuple[Tensor, ...] = (attention(*inputs, cell.is_causal),)
+    exact: tuple[Tensor, ...] = (attention_reference(q, k, v, cell.is_causal)[0],)
+    if cell.phase == "backward":
+        results = torch.autograd.grad(results, inputs, do)
+        exact = torch.autograd.grad(exact, exact_inputs, do.double())
+    errors = [(x - y).abs().max() / y.abs().max() for x, y in zip(results, exact, strict=True)]
+    return max(error.item() for error in errors)
+
+
+def flash_cells(**parameters: Any) -> list[FlashCell]:
+    """The product of all parameters, the last one varying fastest: each is one value or a tuple of values.
+
+    Raises ValueError for the first cell that cannot be, and for a parameter of no values.
+    """
+    check_not_empty(**parameters)
+    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
+    return [FlashCell(**dict(zip(varied, values, strict=True))) for values in product(*varied.values())]
+
+
+def run_flash_benchmark(
+    command: str,
+    *,
+    implementation: tuple[str, ...],
+    precision: tuple[str, ...],
+    head_dim: tuple[int, ...],
+    length: tuple[int, ...],
+    phase: tuple[str, ...],
+    causal: bool,
+    device: str,
+    out: Path,
+    resume: bool,
+    **settings: Any,
+) -> list[FlashRow]:
+    """Measures the product of the first five and leaves the files under `out`; see scripts/flash_benchmark.py.
+
+    All of an implementation's cells share a process, which starts CUDA, and compiles and tunes kernels, once for all.
+    """
+
+    def make_cells(device: str) -> list[FlashCell]:
+        return flash_cells(
+            **settings,
+            device=device,
+            is_causal=causal,
+            implementation=implementation,
+            precision=precision,
+            head_dim=head_dim,
+            length=tuple(sorted(length)),  # what takes too long is then known before the longer ones
+            phase=phase,
+        )
+
+    def sweep(cells: list[FlashCell], results: ResultsFile) -> None:
+        run_grouped_sweep(cells, lambda cell: cell.implementation, FlashMeasure, results, _label)
+
+    return measure_into_files(
+        command,
+        "flash_benchmark",
+        FlashRow,
+        make_cells,
+        sweep,
+        write_flash_files,
+        device=device,
+        out=out,
+        resume=resume,
+    )
+
+
+def _label(cell: FlashCell) -> str:
+    return f"{cell.implementation} {cell.precision} head_dim {cell.head_dim} length {cell.length} {cell.phase}"
+
+
+_TABLES = {
+    "precision": "",
+    "batch_size": "batch",
+    "heads": "heads",
+    "head_dim": "head_dim",
+    "is_causal": "causal",
+    "phase": "",
+}
+_COLUMNS = {
+    "implementation": "implementation",
+    "precision": "precision",
+    "heads": "heads",
+    "head_dim": "head_dim",
+    "length": "length",
+    "phase": "pass",
+    "status": "status",
+    "median_ms": "median ms",
+    "p20_ms": "20 %",
+    "p80_ms": "80 %",
+    "tflops": "TFLOP/s",
+    "peak_memory_gib": "peak GiB",
+    "relative_error": "relative error",
+}
+
+
+def write_flash_files(results: ResultsFile[FlashRow]) -> str:
+    """Writes CSV, LaTeX, Markdown and plots; returns the Markdown."""
+    from cs336_systems.benchmarking.attention_plots import plot_flash
+    from cs336_systems.benchmarking.attention_tables import (
+        pivot_markdown,
+        value_or_status,
+        why_unsupported,
+        write_pivoted,
+    )
+
+    rows = results.rows
+    plot_flash(rows, results.directory)
+
+    def memory(row: FlashRow) -> str | None:
+        return value_or_status(row, "peak_memory_gib") if row.phase == "both" else None
+
+    def error(row: FlashRow) -> str | None:
+        return value_or_status(row, "relative_error") if row.relative_error is not None else None
+
+    def pivot(show: Callable[[FlashRow], str | None]) -> str:
+        return pivot_markdown(rows, _TABLES, "length", "implementation", show)
+
+    weighed = any(row.peak_memory_gib is not None for row in rows)
+    return write_pivoted(
+        results,
+        _COLUMNS,
+        {
+            "Median ms (TFLOP/s)": pivot(lambda row: value_or_status(row, "median_ms", "tflops")),
+            "Peak memory of forward and backward, GiB": pivot(memory) if weighed else "",
+            "Largest error over largest value, against float64": pivot(error),
+            "What could not run": why_unsupported(rows, "precision"),
+        },
+    )

@@ -1,0 +1,175 @@
+"""Sweeps whose cells are so small that a process each would cost more than the measurement: one process a group.
+
+Like `run_sweep`, each cell becomes a row as soon as it is measured. A cell that runs out of memory does not end its
+group, and where the system kills a group's process, a fresh one goes on behind the cell that it died in.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cs336_systems.benchmarking.attention_cells import free_memory
+from cs336_systems.benchmarking.isolation import Outcome, Unsupported, is_out_of_memory, run_isolated
+from cs336_systems.benchmarking.run_benchmark import resolve_device
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.records import ResultsFile, check_writable
+
+Measure = Callable[[Any], dict[str, Any]]
+
+
+class Skipped(Exception):
+    """A cell that is not worth its time; the message is the row's reason, and "skipped" its status."""
+
+
+def run_grouped_sweep(
+    cells: Sequence[Any],
+    group_of: Callable[[Any], Hashable],
+    make_measure: Callable[[], Measure],
+    results: ResultsFile,
+    label: Callable[[Any], str] = str,
+    known: Callable[[Any], dict[str, Any]] = lambda cell: {},
+) -> None:
+    """Adds to `results` one row a cell, group by group, skipping cells whose row is there already.
+
+    Args:
+        cells: frozen dataclasses of parameters; the cells of a group are measured in their order.
+        group_of: cells of which it returns the same are a group.
+        make_measure: called once in a group's process, returns `measure(cell) -> dict` of the row's results, which may
+            raise `Unsupported` and `Skipped`. It must pickle: a top-level function or class.
+        results: its `row_type` has the cell's fields, `status`, `reason`, and the results (None where there is none).
+        label: what the progress bar calls a cell.
+        known: results that a cell's row has whatever becomes of the measurement.
+
+    Raises:
+        RuntimeError: a measurement failed otherwise than by memory; the rows so far are on disk.
+        OSError: a row could not be written; the rows before it are on disk.
+    """
+    groups: dict[Hashable, list[Any]] = defaultdict(list)
+    for cell in cells:
+        if not any(_is_row_of(row, cell) for row in results.rows):
+            groups[group_of(cell)].append(cell)
+    missing = sum(map(len, groups.values()))
+    with tqdm(total=len(cells), initial=len(cells) - missing, unit="cell", file=sys.stderr) as bar:
+        for group in groups.values():
+            done = 0
+
+            def add(outcome: Outcome, group: list[Any] = group) -> None:
+                nonlocal done
+                results.append(_row(results.row_type, group[done], known(group[done]), outcome))
+                done += 1
+                bar.update()
+                if done < len(group):
+                    bar.set_description(label(group[done]))
+
+            bar.set_description(label(group[0]))
+            while done < len(group):
+                outcome = _measure_in_a_process(make_measure, group[done:], add)
+                if outcome.status != "ok":  # the process's own end, in the cell after those that it reported
+                    add(outcome)
+
+
+def _is_row_of(row: Any, cell: Any) -> bool:
+    return all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__)
+
+
+def _row(row_type: Any, cell: Any, known: dict[str, Any], outcome: Outcome) -> Any:
+    empty = dict.fromkeys(row_type.__dataclass_fields__)
+    ending = {"status": outcome.status, "reason": outcome.reason}
+    return row_type(**{**empty, **asdict(cell), **known, **(outcome.value or {}), **ending})
+
+
+def _measure_in_a_process(
+    make_measure: Callable[[], Measure], cells: Sequence[Any], add: Callable[[Outcome], None]
+) -> Outcome:
+    """Calls `add` with each cell's outcome as it comes; returns the process's own."""
+    receiver, sender = Pipe(duplex=False)
+    failures: list[BaseException] = []
+
+    def collect() -> None:
+        try:
+            while True:
+                add(receiver.recv())
+        except EOFError:
+            pass
+        except BaseException as error:  # the main thread's to raise, e.g. a full disk
+            failures.append(error)
+            receiver.close()  # ends the process at its next row
+
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    try:
+        return run_isolated(_measure_in_turn, make_measure, cells, sender)
+    finally:
+        sender.close()  # the last writer: the collector reads what is left and ends
+        collector.join()
+        receiver.close()
+        if failures:
+            raise failures[0]
+
+
+def _measure_in_turn(make_measure: Callable[[], Measure], cells: Sequence[Any], sender: Connection) -> None:
+    measure = make_measure()
+    for cell in cells:
+        sender.send(_attempt(measure, cell))
+
+
+def _attempt(measure: Measure, cell: Any) -> Outcome:
+    try:
+        return Outcome("ok", value=measure(cell))
+    except Unsupported as error:
+        return Outcome("unsupported", reason=str(error))
+    except Skipped as error:
+        return Outcome("skipped", reason=str(error))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+    # Only here, since the exception held the frames that held the tensors.
+    free_memory()
+    return Outcome("oom", reason=reason)
+
+
+def measure_into_files(
+    command: str,
+    name: str,
+    row_type: Any,
+    make_cells: Callable[[str], list[Any]],
+    sweep: Callable[[list[Any], ResultsFile], None],
+    write_files: Callable[[ResultsFile], str],
+    *,
+    device: str,
+    out: Path,
+    resume: bool,
+) -> list[Any]:
+    """From arguments to files under `out`: check, measure, print the tables; returns the rows.
+
+    `make_cells(device)` raises ValueError for what cannot be, `sweep` measures, and `write_files` writes all but the
+    JSON file and returns what a person reads. Bad input ends the program with status 2 before anything is built; Ctrl-C
+    and errors leave the rows so far on disk.
+    """
+    with refusing_bad_input():
+        make_cells("cuda" if device == "auto" else device)
+        check_writable(out)
+        device, provenance = resolve_device(device, command)
+        cells = make_cells(device)
+        results = ResultsFile(out, name, row_type, provenance, resume=resume)
+    try:
+        sweep(cells, results)
+    except KeyboardInterrupt:
+        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        if results.rows:
+            print(write_files(results))
+            print(f"Rows, tables and plots: {out}/{name}*", file=sys.stderr)
+    return results.rows

@@ -1,0 +1,57 @@
+"""Time attention as the course's 2025 leaderboard does: forward and backward of o.sum(), the mean over ten seconds.
+
+Its rules are the defaults: 16 heads, length 16,384, head_dim 64, causal, bfloat16, the function wrapped in
+torch.compile, triton.testing.do_bench with warmup=1000 and rep=10000 (without CUDA, the host's clock).
+
+    python scripts/leaderboard_attention.py --implementation flash-triton sdpa-flash
+
+The table is printed as Markdown, and rows are kept under --out as JSON, CSV, Markdown and LaTeX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.benchmarking.attention_cells import PeerName
+from cs336_systems.cli import command_line, parse
+from cs336_systems.configs import Precision
+
+
+@dataclass(frozen=True)
+class Arguments:
+    implementation: tuple[PeerName, ...] = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "flex")
+    """What is measured, each in a process of its own; sdpa-* are PyTorch's backends."""
+    heads: int = 16
+    """Heads, in the place of a batch."""
+    length: int = 16_384
+    """Tokens, of queries and keys alike."""
+    head_dim: int = 64
+    """Width of a head."""
+    precision: Precision = "bf16"
+    """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high")."""
+    causal: bool = True
+    """Each query sees the keys up to its own place; its operations are counted as half."""
+    warmup_ms: int = 1_000
+    """Time spent on calls before measuring."""
+    rep_ms: int = 10_000
+    """Time spent on measured calls."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
+    seed: int = 0
+    """Of the random inputs."""
+    out: Path = Path("out/leaderboard_attention")
+    """Folder for the results; earlier ones there are renamed, unless resumed."""
+    resume: bool = False
+    """Keep the rows under --out, skip their cells, and add the others."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.leaderboard_attention import run_leaderboard
+
+    run_leaderboard(command_line(), **vars(arguments))
+
+
+if __name__ == "__main__":
+    main()
