@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.conftest  # noqa: F401  the ranks check the jaxtyping annotations too
-from cs336_systems.distributed.process_group import GroupOptions, RankContext, spawn_ranks
+from cs336_systems.distributed.process_group import GroupOptions, RankContext, launcher, spawn_ranks
 from cs336_systems.distributed.spawn import start_fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = GroupOptions("cpu", timeout_s=200.0)
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
-# While pytest still collects: all that a rank of any test imports (every optimizer imports torch._dynamo).
-start_fork_server("tests.distributed_helpers", "torch._dynamo", "cs336_systems.workload")
+if launcher() is None:
+    # While pytest still collects: all that a rank of any test imports (every optimizer imports torch._dynamo).
+    start_fork_server("tests.distributed_helpers", "torch._dynamo", "cs336_systems.workload")
 
 
 def run_gloo(function: Any, *args: Any, world_size: int = 2) -> list[Any]:

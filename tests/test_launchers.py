@@ -1,0 +1,193 @@
+"""Ranks that torchrun or srun started: they meet, return to rank 0, and end together when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.distributed.lifeline import own_address
+from cs336_systems.distributed.process_group import RankContext, launcher, run_ranks
+from cs336_systems.distributed.spawn import start_context
+from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
+from tests.train_under_torchrun import N_STEPS
+
+END_S = 30.0
+
+
+def test_two_nodes_under_torchrun_train_the_same_weights(tmp_path: Path) -> None:
+    """Two torchruns on this machine, each a node of one rank, meet over the loopback address."""
+    files = [tmp_path / "node-0.pt", tmp_path / "node-1.pt"]
+    with socket.socket() as probe:  # torchrun asks for a port by number; this one was free a moment ago
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    nodes = [
+        start_context().Process(
+            target=_torchrun,
+            args=(
+                tmp_path / f"output-{node}",
+                ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=two-nodes"],
+                [f"--node-rank={node}", f"--rdzv-endpoint={endpoint}"],
+                ["-m", "tests.train_under_torchrun", str(files[node])],
+            ),
+        )
+        for node in range(2)
+    ]
+    outputs = [tmp_path / f"output-{node}" for node in range(2)]
+    assert _run_to_end(nodes) == [0, 0], [output.read_text() for output in outputs]
+    written = [file for file in files if file.exists()]
+    assert len(written) == 1  # by rank 0 alone
+    alone = make_model(0)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        loss_of(alone, *batch(step)).backward()
+        optimizer.step()
+    for weights in torch.load(written[0]):
+        for name, expected in alone.state_dict().items():
+            torch.testing.assert_close(weights[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def _torchrun(output: Path, *arguments: list[str]) -> None:
+    """What `torchrun` on the command line calls, in a process that has torch already."""
+    from torch.distributed.run import main
+
+    _write_to(output)
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    main([argument for some in arguments for argument in some])
+
+
+def _write_to(output: Path) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+
+
+def _run_to_end(processes: list[Any]) -> list[int]:
+    """Starts processes and returns their exit codes."""
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
+# Ranks with a launcher's environment, forked from the tests' fork server: quicker than the launchers themselves
+
+
+def _torchrun_environment(rank: int, world_size: int, port: int, _: Path) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the agent, here the test, holds the store
+    }
+
+
+def _srun_environment(rank: int, world_size: int, _: int, directory: Path) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(world_size),
+        "SLURM_STEP_TASKS_PER_NODE": str(world_size),
+        "CS336_RENDEZVOUS_DIR": str(directory),
+    }
+
+
+ENVIRONMENTS: dict[str, Callable[[int, int, int, Path], dict[str, str]]] = {
+    "torchrun": _torchrun_environment,
+    "slurm": _srun_environment,
+}
+
+
+def _rank_process(environment: dict[str, str], output: Path, function: Callable, args: tuple, world_size: int) -> None:
+    os.environ.update(environment)
+    _write_to(output)
+    for _ in range(2):  # one group after another
+        print(launcher(), run_ranks(function, *args, world_size=world_size, options=OPTIONS), flush=True)
+
+
+def _launch(kind: str, directory: Path, function: Any, *args: Any, world_size: int = 3) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of the ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [directory / f"output-{rank}" for rank in range(world_size)]
+    processes = [
+        start_context().Process(
+            target=_rank_process,
+            args=(
+                ENVIRONMENTS[kind](rank, world_size, store.port, directory),
+                outputs[rank],
+                function,
+                args,
+                world_size,
+            ),
+        )
+        for rank in range(world_size)
+    ]
+    return _run_to_end(processes), [output.read_text() for output in outputs]
+
+
+def _sum(context: RankContext, offset: int) -> tuple[int, float]:
+    total = torch.tensor(float(context.rank + offset))
+    dist.all_reduce(total)
+    return context.local_rank, total.item()
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_launched_ranks_meet_and_rank_0_gets_the_results(kind: str, tmp_path: Path) -> None:
+    codes, outputs = _launch(kind, tmp_path, _sum, 10)
+    assert codes == [0, 0, 0], outputs
+    results = [(rank, 33.0) for rank in range(3)]
+    assert outputs[0] == f"{kind} {results}\n" * 2
+    assert outputs[1] == outputs[2] == f"{kind} None\n" * 2
+    assert not list(tmp_path.glob(".rendezvous*"))
+
+
+def _fail(context: RankContext, failing: int, how: str, started: Path) -> None:
+    dist.barrier()
+    if context.rank == failing:
+        started.write_text(str(time.time()))
+        if how == "raises":
+            raise ArithmeticError("no such gradient")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(3600)  # in no collective through which it could notice
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+@pytest.mark.parametrize(("failing", "how"), [(0, "raises"), (1, "raises"), (0, "killed"), (1, "killed")])
+def test_all_launched_ranks_end_when_one_fails(kind: str, failing: int, how: str, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    codes, outputs = _launch(kind, tmp_path, _fail, failing, how, started)
+    assert time.time() - float(started.read_text()) < END_S
+    assert codes[failing] == (1 if how == "raises" else -signal.SIGKILL)
+    if how == "raises":
+        assert outputs[failing].startswith(f"rank {failing} of 3 on ")
+        assert "in _fail" in outputs[failing]
+        assert outputs[failing].rstrip().endswith("ArithmeticError: no such gradient")
+    for rank in {0, 1, 2} - {failing}:
+        assert codes[rank] == 1
+        assert outputs[rank] == f"rank {rank} ends because rank {failing} has ended\n"
+
+
+def test_a_node_is_reached_by_the_address_towards_the_rendezvous() -> None:
+    assert own_address("127.0.0.1", 1) == "127.0.0.1"
+    assert own_address("localhost", 1) == "localhost"
+    assert own_address("no.such.host.invalid", 1) == "no.such.host.invalid"
