@@ -17,34 +17,37 @@ from cs336_systems.attention.operators import attend
 MAX_HEAD_DIM = 256
 
 
+def _mismatch(problem: str, **inputs: Tensor) -> ValueError:
+    described = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in inputs.items())
+    return ValueError(f"flash_attention: {problem}; got {described}")
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError, naming both shapes, for inputs that don't belong together. Its checks are cheap, and in the order
-    that makes the message fit: rank, dtype, device, head_dim, batch and heads."""
-
-    def error(problem: str) -> ValueError:
-        inputs = ", ".join(
-            f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v))
-        )
-        return ValueError(f"flash_attention: {problem}; got {inputs}")
-
+    """ValueError, naming all shapes, for inputs that don't belong together. The order makes the message fit."""
     shape, kv_shape = q.shape, k.shape
     rank = len(shape)
     if rank not in (3, 4) or len(kv_shape) != rank:
-        raise error("q, k and v must all be (batch, length, head_dim) or all (batch, heads, length, head_dim)")
+        raise _mismatch(
+            "q, k and v must all be (batch, length, head_dim) or all (batch, heads, length, head_dim)", q=q, k=k, v=v
+        )
     if kv_shape != v.shape:
-        raise error("k and v must have the same shape")
+        raise _mismatch("k and v must have the same shape", q=q, k=k, v=v)
     if not (q.dtype == k.dtype == v.dtype):
-        raise error("q, k and v must have the same dtype")
+        raise _mismatch("q, k and v must have the same dtype", q=q, k=k, v=v)
     if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
-        raise error("q, k and v must be float32, float16, bfloat16 or float64")
+        raise _mismatch("q, k and v must be float32, float16, bfloat16 or float64", q=q, k=k, v=v)
     if not (q.device == k.device == v.device):
-        raise error("q, k and v must be on the same device")
+        raise _mismatch("q, k and v must be on the same device", q=q, k=k, v=v)
     if shape[-1] != kv_shape[-1] or not 1 <= shape[-1] <= MAX_HEAD_DIM:
-        raise error(f"q, k and v must have the same head_dim (their last dimension), from 1 to {MAX_HEAD_DIM}")
+        raise _mismatch(
+            f"q, k and v must have the same head_dim (their last dimension), from 1 to {MAX_HEAD_DIM}", q=q, k=k, v=v
+        )
     if shape[0] != kv_shape[0]:
-        raise error("q, k and v must have the same batch size (their first dimension)")
+        raise _mismatch("q, k and v must have the same batch size (their first dimension)", q=q, k=k, v=v)
     if rank == 4 and shape[1] != kv_shape[1] and (kv_shape[1] == 0 or shape[1] % kv_shape[1] != 0):
-        raise error("the heads of q (its second dimension) must be a multiple of the heads of k and v")
+        raise _mismatch(
+            "the heads of q (its second dimension) must be a multiple of the heads of k and v", q=q, k=k, v=v
+        )
 
 
 def flash_attention(
