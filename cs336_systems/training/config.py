@@ -1,0 +1,238 @@
+"""What a training run is made of, by name: the arguments of scripts/train.py, checked before anything is built.
+
+Plain data: no torch here, so that a command line can be parsed, refused or explained at once.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from cs336_systems.configs import (
+    MODEL_SIZES,
+    SIZE_NAMES,
+    Attention,
+    Compile,
+    ModelConfig,
+    Optimizer,
+    Precision,
+    check,
+)
+
+Parallel = Literal["none", "ddp", "bucketed", "fsdp"]
+TokenDtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
+
+_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
+BYTE_VOCABULARY = 256
+ID_VOCABULARY = 10_000
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """A training run as the command line gives it, not checked yet; see `TrainConfig`."""
+
+    data: Path | None = None
+    """Any text file (its bytes are the tokens), or token ids as .npy or .bin; without it, Python's own library."""
+    token_dtype: TokenDtype = "uint16"
+    """Of the ids in a .bin file."""
+    vocab_size: int | None = None
+    """256 for text and 10,000 for ids unless given."""
+    validation_share: float = 0.1
+    """The end of the data that is kept for validation."""
+    size: str = "tiny"
+    """tiny, small, medium, large, xl, 2.7b, 10b, 8b; or custom, with the model's four flags below."""
+    d_model: int | None = None
+    """With --size custom: width of the residual stream."""
+    d_ff: int | None = None
+    """With --size custom: width of the feed-forward layer."""
+    num_layers: int | None = None
+    """With --size custom: Transformer blocks."""
+    num_heads: int | None = None
+    """With --size custom: attention heads; they must divide --d-model."""
+    ctx: int = 128
+    """Context length, in tokens."""
+    batch_size: int = 16
+    """Sequences of an optimizer step, over all processes and micro-batches."""
+    accumulation_steps: int = 1
+    """Micro-batches into which each process divides its part of the batch; their gradients are added up."""
+    steps: int = 300
+    """Optimizer steps of the whole run."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises; then it follows half a cosine to the end of the run."""
+    learning_rate: float = 1e-3
+    """The highest."""
+    min_learning_rate: float = 1e-4
+    """That of the last step."""
+    weight_decay: float = 0.1
+    """AdamW's."""
+    clip_norm: float = 1.0
+    """The largest L2 norm of all gradients together."""
+    optimizer: Optimizer = "adamw"
+    """The project's AdamW, or PyTorch's fused one."""
+    precision: Precision = "fp32"
+    """bf16 and fp16 are autocast over float32 weights; tf32 is fp32 with tensor cores."""
+    loss_scaling: bool = True
+    """With fp16: scale the loss so that small gradients do not become zero."""
+    attention: Attention = "naive"
+    """The attention that the model calls."""
+    compile: Compile = "off"
+    """torch.compile: off, on (the whole model), or blocks (each block by itself)."""
+    parallel: Parallel = "none"
+    """Data parallelism: overlapped DDP, bucketed DDP, or fully sharded."""
+    processes: int | None = None
+    """With --parallel: ranks; by default torchrun's, else one a GPU, or 2 on a CPU."""
+    bucket_size_mb: float = 25.0
+    """With --parallel bucketed."""
+    sharded_optimizer: bool = False
+    """With --parallel ddp or bucketed: divide the optimizer's state over the ranks."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
+    seed: int = 0
+    """Of the weights and of the order of the data."""
+    validate_every: int = 50
+    """Steps; the loss on the same validation batches each time, and at the end."""
+    validation_batches: int = 8
+    """Batches of --batch-size."""
+    checkpoint_every: int = 100
+    """Steps; one is written at the end too, and on Ctrl-C."""
+    keep_checkpoints: int = 2
+    """The newest ones are kept; with two, one that is damaged has another before it."""
+    out: Path = Path("out/train")
+    """Folder for metrics, plot and checkpoints; an earlier run's are moved aside, unless resumed."""
+    resume: bool = False
+    """Go on from the newest good checkpoint under --out."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainArguments):
+    """A training run that can be. Steps count optimizer steps, from 1; sizes count tokens.
+
+    Raises:
+        ValueError: a value out of its range, or a combination that cannot run (naming the parameter and what is
+            allowed).
+    """
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("precision", Precision),
+            ("attention", Attention),
+            ("compile", Compile),
+            ("optimizer", Optimizer),
+            ("parallel", Parallel),
+            ("token_dtype", TokenDtype),
+        ):
+            allowed = get_args(choices)
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        for name in (
+            "ctx",
+            "batch_size",
+            "accumulation_steps",
+            "steps",
+            "validate_every",
+            "validation_batches",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        check(0 <= self.warmup_steps <= self.steps, "warmup_steps", self.warmup_steps, f"must be 0 to {self.steps}")
+        check(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be above 0")
+        least = self.min_learning_rate
+        check(
+            0 <= least <= self.learning_rate, "min_learning_rate", least, f"must be between 0 and {self.learning_rate}"
+        )
+        check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
+        check(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be above 0 (inf does not clip)")
+        check(0 < self.validation_share < 1, "validation_share", self.validation_share, "must be between 0 and 1")
+        check(0 <= self.seed < 2**31, "seed", self.seed, "must be between 0 and 2**31 - 1")
+        self._check_device_and_precision()
+        self._check_parallel()
+        self._check_shape()
+
+    def _check_device_and_precision(self) -> None:
+        check(
+            re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None,
+            "device",
+            self.device,
+            "must be auto, cpu, mps, cuda or cuda:N",
+        )
+        check(
+            self.precision != "tf32" or self.device == "auto" or self.device.startswith("cuda"),
+            "precision",
+            self.precision,
+            f"is a mode of NVIDIA's tensor cores, and device={self.device!r}",
+        )
+        check(
+            self.precision != "fp16" or self.device != "mps",
+            "precision",
+            self.precision,
+            "needs a gradient scaler, which device='mps' lacks; there fp32 and bf16 run",
+        )
+        check(
+            self.loss_scaling or self.precision == "fp16",
+            "loss_scaling",
+            self.loss_scaling,
+            f"only fp16 scales the loss, and precision={self.precision!r}",
+        )
+
+    def _check_parallel(self) -> None:
+        if self.parallel == "none":
+            check(
+                self.processes in (None, 1), "processes", self.processes, "goes with --parallel ddp, bucketed or fsdp"
+            )
+        else:
+            check(self.processes is None or self.processes >= 1, "processes", self.processes, "must be at least 1")
+            check(
+                ":" not in self.device and self.device != "mps",
+                "device",
+                self.device,
+                "each rank takes the card of its number: must be auto, cpu or cuda",
+            )
+        check(self.bucket_size_mb > 0, "bucket_size_mb", self.bucket_size_mb, "must be above 0")
+        check(
+            not self.sharded_optimizer or self.parallel in ("ddp", "bucketed"),
+            "sharded_optimizer",
+            self.sharded_optimizer,
+            f"goes with --parallel ddp or bucketed, and parallel={self.parallel!r}",
+        )
+
+    def _check_shape(self) -> None:
+        check(self.size in SIZE_NAMES, "size", self.size, f"must be one of {', '.join(SIZE_NAMES)}")
+        for name in _SHAPE:
+            value = getattr(self, name)
+            if self.size == "custom":
+                check(value is not None, name, value, f"--size custom needs it (with {', '.join(_SHAPE)})")
+            else:
+                check(value is None, name, value, f"goes with --size custom; {self.size!r} has its own")
+        self.model_config()  # refuses hyperparameters that do not fit each other
+
+    @property
+    def is_text(self) -> bool:
+        """Whether tokens are bytes: everything but .npy and .bin."""
+        return self.data is None or self.data.suffix not in (".npy", ".bin")
+
+    def model_config(self) -> ModelConfig:
+        """The model to train; its vocabulary is the data's, and its context the run's."""
+        source: Any = self if self.size == "custom" else MODEL_SIZES[self.size]
+        shape = {name: getattr(source, name) for name in _SHAPE}
+        vocab_size = self.vocab_size
+        if vocab_size is None:
+            vocab_size = BYTE_VOCABULARY if self.is_text else ID_VOCABULARY
+        return ModelConfig(**shape, vocab_size=vocab_size, context_length=self.ctx)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises ValueError unless the batch divides into the ranks' micro-batches."""
+        parts = world_size * self.accumulation_steps
+        check(
+            self.batch_size % parts == 0,
+            "batch_size",
+            self.batch_size,
+            f"must be a multiple of {parts}: {world_size} processes with {self.accumulation_steps} micro-batches each",
+        )
+
+
+# What may differ when a run goes on from a checkpoint: nothing that its losses come from.
+FREE_ON_RESUME = frozenset(
+    {"data", "device", "out", "resume", "checkpoint_every", "keep_checkpoints", "validate_every", "processes"}
+)

@@ -1,0 +1,221 @@
+"""The loop over steps, on each rank: what is validated, saved, shown and written down, and what ends a run."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cs336_systems.provenance import Provenance
+from cs336_systems.training.checkpoints import list_checkpoints, load_newest, save_checkpoint
+from cs336_systems.training.config import TrainConfig
+from cs336_systems.training.data import TokenFile
+from cs336_systems.training.metrics import METRICS, PLOT, MetricsFile
+from cs336_systems.training.trainer import StepResult, Trainer
+
+# The scale has by then been halved from 65536 to below 1e-4: no scale will do.
+MOST_SKIPPED_IN_A_ROW = 30
+NOTABLE_ZERO_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended: `status` is "finished", "interrupted" or "stopped" (`reason` says why). Losses in nats a
+    token; `checkpoint` is the last one written."""
+
+    status: str
+    reason: str
+    step: int
+    loss: float | None
+    validation_loss: float | None
+    skipped_steps: int
+    checkpoint: str | None
+
+
+def train_rank(context: Any, config: TrainConfig, tokens: TokenFile, device: str, provenance: Provenance) -> Summary:
+    """Trains on one rank, to the end or until something stops it. Rank 0 alone writes and shows.
+
+    Args:
+        context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C by finishing its step and
+            saving it. Ranks leave Ctrl-C to whoever started them.
+
+    Raises:
+        ValueError: the run resumes, and all its checkpoints are bad.
+        OSError: metrics or a checkpoint could not be written.
+    """
+    is_main = context is None or context.rank == 0
+    checkpoint, refused = load_newest(config.out) if config.resume else (None, [])
+    if is_main and not config.resume:
+        _move_aside(config.out)
+    start = checkpoint.step if checkpoint else 0
+    torch_device = torch.device(device) if context is None else context.device
+    trainer = Trainer(config, tokens, torch_device, checkpoint.state if checkpoint else None)
+    path = config.out / METRICS if is_main else None
+    with (
+        MetricsFile(path, after_step=start if config.resume else None) as metrics,
+        tqdm(total=config.steps, initial=start, unit="step", file=sys.stderr, disable=not is_main) as bar,
+        _interrupts(answered=context is None) as interrupts,
+    ):
+        world_size = trainer.model.world_size
+        log = _Log(metrics, bar)
+        metrics.write("run", step=start, world_size=world_size, config=plain_config(config), **asdict(provenance))
+        if config.resume and checkpoint is None and not refused:
+            log.tell(start, f"no checkpoint under {config.out}; starting from the beginning")
+        for reason in refused:
+            log.tell(start, f"{reason}; going on from {checkpoint.path.name if checkpoint else 'the beginning'}")
+        loop = _Loop(config, tokens, trainer, log, checkpoint.path if checkpoint else None)
+        return loop.run(start, interrupts)
+
+
+class _Log:
+    """Where a run says something: in its metrics and, past the progress bar, on the terminal."""
+
+    def __init__(self, metrics: MetricsFile, bar: Any) -> None:
+        self.metrics, self.bar = metrics, bar
+
+    def tell(self, step: int, message: str) -> None:
+        self.metrics.write("event", step=step, message=message)
+        if not self.bar.disable:
+            tqdm.write(f"step {step}: {message}", file=sys.stderr)
+
+
+class _Loop:
+    def __init__(
+        self, config: TrainConfig, tokens: TokenFile, trainer: Trainer, log: _Log, checkpoint: Path | None
+    ) -> None:
+        self.config, self.tokens, self.trainer, self.log = config, tokens, trainer, log
+        self.checkpoint = checkpoint
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+
+    def run(self, start: int, interrupts: list[int]) -> Summary:
+        config, step = self.config, start
+        for step in range(start + 1, config.steps + 1):
+            is_validated = step % config.validate_every == 0 or step == config.steps
+            result = self._timed_step(step, is_validated)
+            reason = self._why_stop(step, result)
+            if reason:
+                self.log.metrics.write("event", step=step, message=reason)
+                return self._summary("stopped", step, reason)
+            if is_validated:
+                self.validation_loss = self.trainer.validation_loss()
+                self.log.metrics.write("validation", step=step, loss=self.validation_loss)
+            if step % config.checkpoint_every == 0 or step == config.steps or interrupts:
+                self._save(step)
+            if interrupts and step < config.steps:
+                self.log.metrics.write("event", step=step, message="interrupted")
+                return self._summary("interrupted", step)
+        return self._summary("finished", step)
+
+    def _timed_step(self, step: int, is_validated: bool) -> StepResult:
+        start_s = time.perf_counter()
+        result = self.trainer.step(step, count_zeros=is_validated)
+        seconds = time.perf_counter() - start_s
+        tokens_per_s = self.config.batch_size * self.config.ctx / seconds
+        self.loss = result.loss
+        self.log.metrics.write("train", step=step, **asdict(result), step_ms=seconds * 1e3, tokens_per_s=tokens_per_s)
+        shown = {"loss": f"{result.loss:.3f}", "tok/s": f"{tokens_per_s:,.0f}"}
+        if self.validation_loss is not None:
+            shown["val"] = f"{self.validation_loss:.3f}"
+        if result.loss_scale is not None:
+            shown |= {"scale": f"{result.loss_scale:g}", "skipped": str(result.skipped_steps)}
+        self.log.bar.set_postfix(shown, refresh=False)
+        self.log.bar.update()
+        if result.is_skipped and math.isfinite(result.loss):
+            self.log.tell(step, self._overflow(result))
+        elif (result.zero_gradient_share or 0) > NOTABLE_ZERO_SHARE and self.config.precision == "fp16":
+            share = f"{result.zero_gradient_share:.1%} of the gradients underflowed to zero in float16"
+            self.log.tell(step, share if self.config.loss_scaling else f"{share}: there is no loss scaling")
+        return result
+
+    def _overflow(self, result: StepResult) -> str:
+        scale = f"the loss scale goes from {result.loss_scale:g} to {self.trainer.scaler.scale:g}"
+        then = scale if self.config.loss_scaling else "there is no loss scaling"
+        return f"gradients overflowed float16, the step is skipped: {then}; {result.skipped_steps} skipped so far"
+
+    def _why_stop(self, step: int, result: StepResult) -> str:
+        """Empty for a step after which training can go on."""
+        problem = ""
+        if not math.isfinite(result.loss):
+            problem = f"the loss is {result.loss} at step {step}"
+            if self.config.precision == "fp16":
+                problem += ": activations overflowed float16 in the forward pass, where loss scaling can't help"
+        elif not result.is_skipped and not math.isfinite(result.gradient_norm):
+            problem = f"the gradients' norm is {result.gradient_norm} at step {step}, with a loss of {result.loss:.4g}"
+        elif self.trainer.scaler.skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            problem = (
+                f"gradients overflowed float16 in {MOST_SKIPPED_IN_A_ROW} steps in a row up to step {step}, the last "
+                f"at a loss scale of {result.loss_scale:g}"
+            )
+        if not problem:
+            return ""
+        last = f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint yet"
+        return f"{problem}; {last}"
+
+    def _save(self, step: int) -> None:
+        state = self.trainer.state()
+        if state is not None:
+            config = plain_config(self.config) | {"world_size": self.trainer.model.world_size}
+            self.checkpoint = save_checkpoint(
+                self.config.out, step, state, config, self.tokens.sha256, self.config.keep_checkpoints
+            )
+
+    def _summary(self, status: str, step: int, reason: str = "") -> Summary:
+        return Summary(
+            status=status,
+            reason=reason,
+            step=step,
+            loss=self.loss,
+            validation_loss=self.validation_loss,
+            skipped_steps=self.trainer.scaler.skipped_steps,
+            checkpoint=str(self.checkpoint) if self.checkpoint else None,
+        )
+
+
+def plain_config(config: TrainConfig) -> dict[str, Any]:
+    """The config as JSON holds it."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
+
+
+def _move_aside(out: Path) -> None:
+    """An earlier run's files go into a folder of their own, named by when it was last written to."""
+    files = [path for path in (out / METRICS, out / PLOT) if path.exists()]
+    for path in list_checkpoints(out):
+        files += [path for path in (path, path.with_suffix(".json")) if path.exists()]
+    if files:
+        last = datetime.fromtimestamp(max(path.stat().st_mtime for path in files), UTC)
+        aside = out / f"earlier-{last:%Y%m%d-%H%M%S}"
+        aside.mkdir(exist_ok=True)
+        for path in files:
+            path.replace(aside / path.name)
+
+
+@contextmanager
+def _interrupts(answered: bool) -> Generator[list[int]]:
+    """Inside, Ctrl-C is noted in the list; the second one is a KeyboardInterrupt again. If not `answered`, none is."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note if answered else signal.SIG_IGN)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,114 @@
+"""A run's metrics: one JSON object a line, on disk as soon as it is known, and a picture of them.
+
+Lines have a `kind`: "run" (provenance and config; one more at each resume), "train" (each step), "validation", and
+"event" (in words: an overflow, a refused checkpoint, the end).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from cs336_systems.records import write_atomically
+
+METRICS = "metrics.jsonl"
+PLOT = "train.png"
+
+
+class MetricsFile:
+    """Appends lines to a JSON Lines file; each is with the system when `write` returns, whatever ends the process.
+
+    Args:
+        path: the file; None on the ranks that write none.
+        after_step: where a resumed run goes on. Steps after it, and a last line that was cut, are taken out: they will
+            come again. None for a new file.
+    """
+
+    def __init__(self, path: Path | None, after_step: int | None = None) -> None:
+        self._file = None
+        if path is None:
+            return
+        lines = []
+        if after_step is not None and path.exists():
+            lines = [line for line in read_metrics(path) if line.get("step", 0) <= after_step]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Adds a line; a number that JSON cannot hold (NaN, infinity) becomes its name in words."""
+        if self._file is None:
+            return
+        plain = {name: _jsonable(value) for name, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a last line that a kill cut short is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            lines.append(json.loads(line))
+    return lines
+
+
+def plot_metrics(metrics: Path, path: Path) -> None:
+    """Losses over steps, and beside them the gradients' norm with the learning rate, and fp16's loss scale if it has
+    one. Nothing is drawn of a run without a step."""
+    from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
+
+    lines = read_metrics(metrics)
+    train = [line for line in lines if line["kind"] == "train" and not isinstance(line["loss"], str)]
+    validation = [line for line in lines if line["kind"] == "validation" and not isinstance(line["loss"], str)]
+    if not train:
+        return
+    is_scaled = any(line["loss_scale"] is not None for line in train)
+    figure, axes = new_figure(columns=3 if is_scaled else 2)
+    steps = [line["step"] for line in train]
+    loss_axis, norm_axis = axes[0, 0], axes[0, 1]
+    loss_axis.plot(steps, [line["loss"] for line in train], color=COLOURS[0], alpha=0.6, linewidth=0.8, label="train")
+    if validation:
+        at, losses = [line["step"] for line in validation], [line["loss"] for line in validation]
+        loss_axis.plot(at, losses, "o-", color=COLOURS[1], markersize=3, label="validation")
+    loss_axis.set_ylabel("loss, nats a token")
+    norm_axis.plot(steps, [_number(line["gradient_norm"]) for line in train], color=COLOURS[2], linewidth=0.8)
+    norm_axis.set_ylabel("norm of all gradients, before clipping")
+    norm_axis.set_yscale("log")
+    rate_axis = norm_axis.twinx()
+    rate_axis.plot(steps, [line["learning_rate"] for line in train], "--", color=COLOURS[3], label="learning rate")
+    rate_axis.set_ylabel("learning rate")
+    if is_scaled:
+        scale_axis = axes[0, 2]
+        scale_axis.step(steps, [line["loss_scale"] for line in train], color=COLOURS[4], label="loss scale")
+        skipped = [line for line in train if line["is_skipped"]]
+        at, scales = [line["step"] for line in skipped], [line["loss_scale"] for line in skipped]
+        scale_axis.plot(at, scales, "x", color=COLOURS[6], label="step skipped")
+        scale_axis.set_yscale("log", base=2)
+    for axis in axes.flat:
+        axis.set_xlabel("step")
+    for axis in [loss_axis, rate_axis, *axes[0, 2:]]:
+        axis.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+def _number(value: float | str) -> float:
+    return float(value)  # "nan" and "inf" are gaps in a line

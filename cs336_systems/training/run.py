@@ -1,0 +1,142 @@
+"""From a run's config to its files: check, train, draw, and say in words how it ended. scripts/train.py calls this."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from cs336_systems.attention.model_attention import why_not
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.configs import check
+from cs336_systems.distributed.process_group import GroupOptions, launched_world_size, run_ranks
+from cs336_systems.provenance import collect_provenance
+from cs336_systems.records import check_writable
+from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
+from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
+from cs336_systems.training.data import TokenFile, prepare_tokens
+from cs336_systems.training.loop import Summary, plain_config, train_rank
+from cs336_systems.training.metrics import METRICS, PLOT, plot_metrics
+from cs336_systems.training.parallel import check_importable
+
+
+def run_training(command: str, config: TrainConfig) -> Summary:
+    """Trains as `config` says and leaves metrics.jsonl, train.png and checkpoints under `config.out`.
+
+    Bad input ends the program with status 2 before anything is built. A run that stopped itself ends it with 1 and one
+    that was interrupted with 130, both after the files are on disk. Of a launched job only rank 0 returns.
+    """
+    with refusing_bad_input():
+        device, world_size, tokens = check_run(config)
+    arguments = (config, tokens, device, collect_provenance(command, device))
+    try:
+        if config.parallel == "none":
+            summaries: list[Summary] | None = [train_rank(None, *arguments)]
+        else:
+            options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
+            summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
+    except KeyboardInterrupt:
+        saved = list_checkpoints(config.out)
+        where = f"from {saved[-1].name}" if saved else "from the beginning: there is no checkpoint yet"
+        print(f"\nInterrupted; --resume goes on {where}.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        if (config.out / METRICS).exists() and launched_world_size() is None:
+            plot_metrics(config.out / METRICS, config.out / PLOT)
+    if summaries is None:
+        raise SystemExit(0)
+    if launched_world_size() is not None:
+        plot_metrics(config.out / METRICS, config.out / PLOT)
+    return _conclude(summaries[0], config)
+
+
+def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
+    """The device, the number of ranks and the data that the config stands for on this machine.
+
+    Raises:
+        ValueError: something that the config asks for is not here, or does not fit the rest (naming it).
+    """
+    device = _resolve_device(config.device)
+    check(
+        config.precision != "tf32" or device.startswith("cuda"),
+        "precision",
+        config.precision,
+        f"is a mode of NVIDIA's tensor cores, and device={device!r}",
+    )
+    check_importable(config)
+    world_size = _world_size(config, device)
+    config.check_world_size(world_size)
+    missing = why_not(config.attention, device)
+    check(missing is None, "attention", config.attention, str(missing))
+    check_writable(config.out)
+    vocab_size = config.model_config().vocab_size
+    tokens = prepare_tokens(config.data, config.token_dtype, vocab_size, config.ctx, config.validation_share)
+    checkpoint = load_newest(config.out)[0] if config.resume else None
+    if checkpoint is not None:
+        _check_same_run(checkpoint, config, tokens, world_size)
+    return device, world_size, tokens
+
+
+def _resolve_device(device: str) -> str:
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    if torch.cuda.is_available():
+        available += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if device == "auto":
+        return next(name for name in ("cuda", "mps", "cpu") if name in available)
+    check(device in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
+    return device
+
+
+def _world_size(config: TrainConfig, device: str) -> int:
+    launched = launched_world_size()
+    if config.parallel == "none":
+        check(launched in (None, 1), "parallel", "none", f"is for one process, and the launcher started {launched}")
+        return 1
+    check(device != "mps", "device", device, "has no process groups; there --device cpu runs")
+    if launched is not None:
+        check(
+            config.processes in (None, launched),
+            "processes",
+            config.processes,
+            f"the launcher started {launched} ranks",
+        )
+        return launched
+    n_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    world_size = config.processes or (n_gpus if device == "cuda" else 2)
+    check(
+        device != "cuda" or world_size <= n_gpus,
+        "processes",
+        world_size,
+        f"must be at most {n_gpus}, this machine's GPUs, one a process",
+    )
+    return world_size
+
+
+def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile, world_size: int) -> None:
+    now = plain_config(config) | {"world_size": world_size}
+    for name, value in now.items():
+        before = checkpoint.config.get(name)
+        if name not in FREE_ON_RESUME and before != value:
+            flag = "processes" if name == "world_size" else name
+            raise ValueError(f"{flag}={value!r}: the run under {str(config.out)!r} was begun with {before!r}")
+    check(
+        checkpoint.data_sha256 == tokens.sha256,
+        "data",
+        str(tokens.path),
+        f"is not the data that the run under {str(config.out)!r} was begun with (its SHA-256 differs)",
+    )
+
+
+def _conclude(summary: Summary, config: TrainConfig) -> Summary:
+    if summary.status == "interrupted":
+        print(f"\nInterrupted after step {summary.step}, which is saved; --resume goes on from there.", file=sys.stderr)
+        raise SystemExit(130)
+    if summary.status == "stopped":
+        print(f"error: {summary.reason}", file=sys.stderr)
+        raise SystemExit(1)
+    loss = "" if summary.validation_loss is None else f"validation loss {summary.validation_loss:.4f}; "
+    skipped = f"{summary.skipped_steps} steps skipped; " if config.precision == "fp16" else ""
+    print(f"{summary.step} steps: {loss}{skipped}{config.out}/{{{METRICS},{PLOT}}} and {summary.checkpoint}")
+    return summary
