@@ -178,6 +178,7 @@ def of(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> 
         (of(2, 4, 8), of(2, 4, 8), of(2, 4, 8, dtype=torch.bfloat16), "same dtype"),
         (*[of(2, 4, 8, dtype=torch.int64)] * 3, "must be float32"),
         (*[of(2, 4, 8, dtype=torch.bool)] * 3, "must be float32"),
+        (*[of(2, 4, 8).to(torch.float8_e4m3fn)] * 3, "must be float32"),
         (*[of(2, 4, 8, dtype=torch.complex64)] * 3, "must be float32"),
         (of(2, 4, 8), of(2, 4, 8, device="meta"), of(2, 4, 8), "same device"),
     ],
@@ -393,6 +394,21 @@ def test_second_derivative_is_an_error_when_it_is_used():
     reference = flash_attention(q, k, v, implementation="reference")
     (dq,) = torch.autograd.grad(reference.square().sum(), q, create_graph=True)
     dq.sum().backward()
+
+
+def test_no_gradient_of_the_output_is_no_gradient_of_the_inputs():
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return None
+
+    q, k, v = make_inputs(1, 6, 4)
+    grads = torch.autograd.grad(Stop.apply(flash_attention(q, k, v)).sum(), (q, k, v), allow_unused=True)
+    assert grads == (None, None, None)
 
 
 def test_forward_mode_is_an_error_not_a_zero():

@@ -138,9 +138,20 @@ def test_scores_of_minus_infinity_in_a_whole_tile():
         q.fill_(1.0)
         k[:, :, :16] = -math.inf  # the first tile of keys
     o, lse = flash_forward_pytorch(q, k, v, False, 1.0, query_tile_size=16, key_tile_size=16)
-    expected, expected_lse = attention_reference(q[:, :, :], k[:, :, 16:], v[:, :, 16:], scale=1.0)
+    expected, expected_lse = attention_reference(q, k[:, :, 16:], v[:, :, 16:], scale=1.0)
     torch.testing.assert_close(o, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def test_scores_of_minus_infinity_in_a_whole_row():
+    q, k, v = make_inputs(1, 1, 20, 8)
+    with torch.no_grad():
+        q.fill_(1e30)
+        k.fill_(-1e30)  # finite, but their products are not
+    o, dq, dk, dv, lse = run(q, k, v, torch.ones(1, 1, 20, 8))
+    assert (lse == -math.inf).all()
+    for x in (o, dq, dk, dv):
+        assert (x == 0).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 5, 8), (0, 2, 5, 8), (1, 2, 0, 8)])
@@ -263,6 +274,14 @@ def test_dropout_masks_are_random():
     others = [dropout_mask(0.3, 1, 0), dropout_mask(0.3, 0, 1), dropout_mask(0.3, 2**40, 0), keep.roll(16, -1)]
     for other in (*others, keep.roll(16, -2), keep.roll(1, 1), keep.roll(1, 0)):
         assert abs((keep == other).float().mean().item() - 0.58) < 5 * math.sqrt(0.25 / n)
+
+
+def test_bad_input():
+    q, k, v = make_inputs(2, 4, 8)
+    with pytest.raises(ValueError, match=r"same head_dim.*\(2, 4, 8\).*\(2, 4, 7\)"):
+        FlashAttentionPyTorch.apply(q, k[..., :7], v[..., :7], False)
+    with pytest.raises(ValueError, match="key_tile_size 0: both must be positive"):
+        FlashAttentionPyTorch.apply(q, k, v, False, None, 16, 0)
 
 
 def test_autocast_does_not_reach_the_accumulators():

@@ -11,43 +11,9 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from cs336_systems.attention.checks import check_inputs
 from cs336_systems.attention.implementations import IMPLEMENTATIONS, choose
 from cs336_systems.attention.operators import attend
-
-MAX_HEAD_DIM = 256
-
-
-def _mismatch(problem: str, **inputs: Tensor) -> ValueError:
-    described = ", ".join(f"{name} {tuple(x.shape)} {x.dtype} on {x.device}" for name, x in inputs.items())
-    return ValueError(f"flash_attention: {problem}; got {described}")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError, naming all shapes, for inputs that don't belong together. The order makes the message fit."""
-    shape, kv_shape = q.shape, k.shape
-    rank = len(shape)
-    if rank not in (3, 4) or len(kv_shape) != rank:
-        raise _mismatch(
-            "q, k and v must all be (batch, length, head_dim) or all (batch, heads, length, head_dim)", q=q, k=k, v=v
-        )
-    if kv_shape != v.shape:
-        raise _mismatch("k and v must have the same shape", q=q, k=k, v=v)
-    if not (q.dtype == k.dtype == v.dtype):
-        raise _mismatch("q, k and v must have the same dtype", q=q, k=k, v=v)
-    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
-        raise _mismatch("q, k and v must be float32, float16, bfloat16 or float64", q=q, k=k, v=v)
-    if not (q.device == k.device == v.device):
-        raise _mismatch("q, k and v must be on the same device", q=q, k=k, v=v)
-    if shape[-1] != kv_shape[-1] or not 1 <= shape[-1] <= MAX_HEAD_DIM:
-        raise _mismatch(
-            f"q, k and v must have the same head_dim (their last dimension), from 1 to {MAX_HEAD_DIM}", q=q, k=k, v=v
-        )
-    if shape[0] != kv_shape[0]:
-        raise _mismatch("q, k and v must have the same batch size (their first dimension)", q=q, k=k, v=v)
-    if rank == 4 and shape[1] != kv_shape[1] and (kv_shape[1] == 0 or shape[1] % kv_shape[1] != 0):
-        raise _mismatch(
-            "the heads of q (its second dimension) must be a multiple of the heads of k and v", q=q, k=k, v=v
-        )
 
 
 def flash_attention(
@@ -87,7 +53,7 @@ def flash_attention(
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-    _check(q, k, v)
+    check_inputs(q, k, v)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"flash_attention: dropout_p is {dropout_p}; it must be at least 0 and less than 1")
     if implementation == "auto":

@@ -19,6 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.attention.checks import check_inputs
+
 QUERY_TILE_SIZE = 256
 KEY_TILE_SIZE = 256
 
@@ -198,6 +200,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     q (batch, n_queries, head_dim), k and v (batch, n_keys, head_dim), or all with a dimension of heads after the batch.
     Backward needs q, k, v, the output, and one more tensor: the logsumexp, (batch, n_queries) or
     (batch, heads, n_queries).
+
+    Raises:
+        ValueError: inputs that don't fit together (as `flash_attention` has it), or a tile size below 1.
     """
 
     @staticmethod
@@ -211,6 +216,11 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         query_tile_size: int = QUERY_TILE_SIZE,
         key_tile_size: int = KEY_TILE_SIZE,
     ) -> Tensor:
+        check_inputs(q, k, v)
+        if query_tile_size < 1 or key_tile_size < 1:
+            raise ValueError(
+                f"query_tile_size is {query_tile_size}, key_tile_size {key_tile_size}; both must be positive"
+            )
         ctx.is_causal = is_causal
         ctx.scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         ctx.tile_sizes = {"query_tile_size": query_tile_size, "key_tile_size": key_tile_size}
