@@ -112,8 +112,10 @@ def without_leftovers(measure: Callable[[], Values], device: torch.device) -> Va
     What stays is not the cell's: cuBLAS's workspaces, which the first matrix product of a process leaves behind.
     """
     values = measure()
-    gc.collect()
-    leftover = allocated_gib(device) or 0.0
+    leftover = 0.0
+    if device.type == "cuda":
+        gc.collect()
+        leftover = allocated_gib(device) or 0.0
     for name, value in values.items():
         if name.endswith("_gib") and value is not None:
             values[name] = value - leftover
@@ -139,12 +141,3 @@ def reset_peak(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def free_memory() -> None:
-    """Drops what running out of memory left behind, so that the next cell starts with all of the card."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -24,7 +24,8 @@ from cs336_basics.model import scaled_dot_product_attention
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.reference import causal_mask
 from cs336_systems.benchmarking.attention_cells import PeerName
-from cs336_systems.benchmarking.isolation import Unsupported, is_out_of_memory
+from cs336_systems.benchmarking.isolation import is_out_of_memory
+from cs336_systems.records import Unsupported
 
 Attention = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 Compiler = Callable[[Callable], Callable]

@@ -53,7 +53,7 @@ def _plot_grid(rows: Sequence[Any], down: str, field: str, label: str, path: Pat
                 axis.set_ylim(bottom=0)
             axis.set_title(f"{title}, {place}", fontsize=9)
         line[0].set_ylabel(label)
-    _legend(figure, axes)
+    _legend(axes)
     save_figure(figure, path)
     return [path]
 
@@ -84,7 +84,7 @@ def plot_attention(rows: Sequence[AttentionBenchmarkRow], path: Path) -> None:
             _label_lengths(axis, rows)
     axes[0][0].set_ylabel("ms: forward, backward dotted")
     axes[1][0].set_ylabel("GiB before backward; grey: formula")
-    _legend(figure, axes)
+    _legend(axes)
     save_figure(figure, path)
 
 
@@ -100,15 +100,19 @@ def _label_lengths(axis: Any, rows: Sequence[Any]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=6, rotation=45)
     axis.set_xticks([], minor=True)
+    axis.tick_params(axis="y", labelsize=7)
     axis.set_xlabel("length", fontsize=8)
 
 
-def _legend(figure: Any, axes: Any) -> None:
+def _legend(axes: Any) -> None:
     entries: dict[str, Any] = {}
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    axes.flat[0].legend(entries.values(), entries.keys(), frameon=False, fontsize=7)
+    # Beside the panels: within them, curves of eight implementations leave no room.
+    axes[0][-1].legend(
+        entries.values(), entries.keys(), frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1)
+    )
 
 
 def _shape(row: Any) -> tuple:

@@ -6,6 +6,7 @@ group, and where the system kills a group's process, a fresh one goes on behind 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import defaultdict
@@ -18,11 +19,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cs336_systems.benchmarking.attention_cells import free_memory
-from cs336_systems.benchmarking.isolation import Outcome, Unsupported, is_out_of_memory, run_isolated
+from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
 from cs336_systems.benchmarking.run_benchmark import resolve_device
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.records import ResultsFile, Unsupported, check_writable
 
 Measure = Callable[[Any], dict[str, Any]]
 
@@ -119,6 +119,7 @@ def _measure_in_a_process(
 
 def _measure_in_turn(make_measure: Callable[[], Measure], cells: Sequence[Any], sender: Connection) -> None:
     measure = make_measure()
+    gc.freeze()  # torch's own objects need not be looked through whenever a cell's garbage is collected
     for cell in cells:
         sender.send(_attempt(measure, cell))
 
@@ -135,8 +136,16 @@ def _attempt(measure: Measure, cell: Any) -> Outcome:
             raise
         reason = str(error).strip().splitlines()[0]
     # Only here, since the exception held the frames that held the tensors.
-    free_memory()
+    _free_memory()
     return Outcome("oom", reason=reason)
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def measure_into_files(
