@@ -218,9 +218,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     ) -> Tensor:
         check_inputs(q, k, v)
         if query_tile_size < 1 or key_tile_size < 1:
-            raise ValueError(
-                f"query_tile_size is {query_tile_size}, key_tile_size {key_tile_size}; both must be positive"
-            )
+            raise ValueError(f"query_tile_size {query_tile_size}, key_tile_size {key_tile_size}: both must be positive")
         ctx.is_causal = is_causal
         ctx.scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         ctx.tile_sizes = {"query_tile_size": query_tile_size, "key_tile_size": key_tile_size}
