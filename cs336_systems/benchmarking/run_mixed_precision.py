@@ -1,0 +1,109 @@
+"""From the arguments of scripts/mixed_precision.py to its files: numbers in low precision, then the benchmark."""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.benchmarking.mixed_precision import (
+    ACCUMULATION_COLUMNS,
+    DTYPE_COLUMNS,
+    LAYER_NORM_COLUMNS,
+    AccumulationRow,
+    DtypeRow,
+    LayerNormRow,
+    accumulations,
+    autocast_dtypes,
+    layer_norm_note,
+    layer_norm_parts,
+)
+from cs336_systems.benchmarking.model_benchmark import cell_label, table_columns, table_note
+from cs336_systems.benchmarking.plots import plot_phases
+from cs336_systems.benchmarking.precision_benchmark import (
+    PrecisionRow,
+    cache_note,
+    measure_precision_cell,
+    precision_columns,
+    speedup_table,
+)
+from cs336_systems.benchmarking.run_benchmark import resolve_device
+from cs336_systems.benchmarking.sweep import run_sweep
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.configs import BenchmarkCell, check, named_cell
+from cs336_systems.provenance import Provenance
+from cs336_systems.records import ResultsFile, check_writable
+
+GPU_SIZES = ("small", "medium", "large", "xl", "2.7b")
+CPU_SIZES = ("tiny",)
+
+
+def run_mixed_precision(
+    command: str,
+    *,
+    part: tuple[str, ...],
+    size: tuple[str, ...],
+    device: str,
+    out: Path,
+    resume: bool,
+    **parameters: Any,
+) -> None:
+    """Runs the parts asked for and leaves rows and tables of each under `out`; see scripts/mixed_precision.py.
+
+    Bad input ends the program with status 2 before anything is measured.
+    """
+    with refusing_bad_input():
+        for flag, values in {"part": part, **parameters}.items():
+            check(values != (), flag, "", "needs at least one value")
+        _cells(size or GPU_SIZES, "cuda" if device == "auto" else device, parameters)
+        check_writable(out)
+        device, provenance = resolve_device(device, command)
+        sizes = size or (GPU_SIZES if device.startswith("cuda") else CPU_SIZES)
+        cells = _cells(sizes, device, parameters)
+        results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume) if "benchmark" in part else None
+    if "accumulation" in part:
+        _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)
+    if "dtypes" in part:
+        rows = run_isolated(autocast_dtypes, device).value
+        _write(out, "dtypes", DtypeRow, rows, DTYPE_COLUMNS, f"The toy model on {device}.", provenance)
+    if "layer-norm" in part:
+        rows = layer_norm_parts()
+        _write(out, "layer_norm", LayerNormRow, rows, LAYER_NORM_COLUMNS, layer_norm_note(rows), provenance)
+    if results is not None:
+        _benchmark(cells, results, out)
+
+
+def _cells(sizes: tuple[str, ...], device: str, parameters: dict[str, Any]) -> list[BenchmarkCell]:
+    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
+    return [
+        named_cell(size, device=device, **dict(zip(varied, values, strict=True)))
+        for size in sizes
+        for values in product(*varied.values())
+    ]
+
+
+def _write(
+    out: Path, name: str, row_type: type, rows: list, columns: dict[str, str], note: str, provenance: Provenance
+) -> None:
+    results = ResultsFile(out, name, row_type, provenance)
+    for row in rows:
+        results.append(row)
+    print(results.write_tables(columns, note))
+
+
+def _benchmark(cells: list[BenchmarkCell], results: ResultsFile, out: Path) -> None:
+    try:
+        run_sweep(cells, measure_precision_cell, results, cell_label)
+    except KeyboardInterrupt:
+        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        if results.rows:
+            rows = results.rows
+            notes = [table_note(rows), cache_note(rows), speedup_table(rows)]
+            columns = precision_columns(rows, table_columns(rows))
+            print(results.write_tables(columns, "\n\n".join(note for note in notes if note)))
+            plot_phases(rows, out / "benchmark.png")
+            print(f"Rows, tables and plot: {out}/benchmark.{{json,csv,md,tex,png}}", file=sys.stderr)
