@@ -1,0 +1,88 @@
+"""A sweep of commands as Slurm jobs, through submitit (the package's optional extra `slurm`).
+
+Each command is a job of its own. With one task a node a script spawns its ranks on that node; with as many tasks as
+GPUs, on one node or several, srun starts the ranks, and process_group.py reads its environment.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_LAST_LINES = 30
+
+
+def submit_commands(
+    commands: Sequence[Sequence[str]],
+    folder: str | Path,
+    *,
+    cluster: str | None = None,
+    name: str = "cs336",
+    nodes: int = 1,
+    tasks_per_node: int = 1,
+    gpus_per_node: int = 0,
+    cpus_per_task: int = 4,
+    timeout_min: int = 60,
+    partition: str | None = None,
+) -> list[Any]:
+    """Submit each command as a job and return submitit's jobs, which have `.job_id`, `.done()` and `.result()`.
+
+    Args:
+        commands: arguments for this Python, e.g. [["scripts/benchmark.py", "--size", "xl"]]; they run in the current
+            directory.
+        folder: for submitit's files and each job's output; on a cluster all nodes must see it.
+        cluster: "slurm", "local" (processes on this machine), or None for Slurm where there is one, else local.
+        timeout_min: after this many minutes the job is ended.
+
+    Raises:
+        ModuleNotFoundError: submitit is not installed.
+        ValueError: no commands, or a number below what makes sense.
+    """
+    if not commands:
+        raise ValueError("commands=[]: must be at least one")
+    for label, value in (("nodes", nodes), ("tasks_per_node", tasks_per_node), ("timeout_min", timeout_min)):
+        if value < 1:
+            raise ValueError(f"{label}={value}: must be at least 1")
+    try:
+        import submitit  # ty: ignore[import-not-found]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "submitting jobs needs submitit: install this package with its extra, cs336-systems[slurm]"
+        ) from error
+    executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+    executor.update_parameters(
+        name=name,
+        nodes=nodes,
+        tasks_per_node=tasks_per_node,
+        gpus_per_node=gpus_per_node,
+        cpus_per_task=cpus_per_task,
+        timeout_min=timeout_min,
+        # A rank that fails must not leave the others waiting.
+        slurm_srun_args=["--kill-on-bad-exit=1"],
+        slurm_partition=partition,
+    )
+    with executor.batch():  # on Slurm one job array
+        return [executor.submit(run_command, list(command), str(Path.cwd())) for command in commands]
+
+
+def run_command(command: list[str], directory: str) -> str:
+    """Run this Python with `command` in `directory`; returns the last lines that it printed.
+
+    Raises:
+        RuntimeError: it ended with another status than 0; the message has its last lines.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        print(line, end="", flush=True)  # into the job's log, as it comes
+        lines = [*lines[1 - _LAST_LINES :], line]
+    status = process.wait()
+    if status != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{''.join(lines)}")
+    return "".join(lines)

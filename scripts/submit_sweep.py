@@ -1,0 +1,67 @@
+"""Submit a sweep to Slurm, one job for each variation of a command (or run it here, with --cluster local).
+
+    python scripts/submit_sweep.py --gpus-per-node 2 --partition gpu \\
+        --command "scripts/ddp_benchmark.py --size xl" --vary "--precision fp32" "--precision bf16"
+
+Needs submitit: pip install "cs336-systems[slurm]". With --tasks-per-node above 1, or several nodes, srun starts the
+ranks; otherwise each script spawns its own.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cs336_systems.cli import fail, parse, refusing_bad_input
+
+
+@dataclass(frozen=True)
+class Arguments:
+    command: str
+    """A script and the arguments that all jobs share. Give each job an --out of its own in --vary, or the files of one
+    replace another's."""
+    vary: tuple[str, ...] = ("",)
+    """More arguments, one quoted group a job."""
+    folder: Path = Path("out/jobs")
+    """For the jobs' logs."""
+    cluster: Literal["auto", "slurm", "local"] = "auto"
+    """auto: Slurm where there is one, else processes on this machine."""
+    nodes: int = 1
+    """Nodes a job."""
+    tasks_per_node: int = 1
+    """1: each script spawns its ranks. The number of GPUs: srun starts one rank a GPU."""
+    gpus_per_node: int = 0
+    """GPUs a node."""
+    cpus_per_task: int = 4
+    """CPU cores a task."""
+    timeout_min: int = 60
+    """Minutes after which a job is ended."""
+    partition: str | None = None
+    """Slurm's partition."""
+    wait: bool = False
+    """Wait for the jobs, and end with status 1 if one fails."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.distributed.submission import submit_commands
+
+    options = dict(vars(arguments))
+    command, vary, folder, cluster, wait = (options.pop(n) for n in ("command", "vary", "folder", "cluster", "wait"))
+    commands = [shlex.split(f"{command} {more}") for more in vary]
+    with refusing_bad_input():
+        try:
+            jobs = submit_commands(commands, folder, cluster=None if cluster == "auto" else cluster, **options)
+        except ModuleNotFoundError as error:
+            fail(str(error))
+    for job, words in zip(jobs, commands, strict=True):
+        print(f"{job.job_id}: {shlex.join(words)}  (log: {job.paths.stdout})")
+    if wait:
+        for job in jobs:
+            job.result()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Sweeps as jobs: with submitit's local executor, which runs them as processes here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from cs336_systems.distributed.submission import run_command, submit_commands
+
+
+def test_a_sweep_runs_as_local_jobs(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs submitit, the optional extra 'slurm'")
+    commands = [["-c", f"print('cell', {cell})"] for cell in (1, 2)] + [["-c", "raise SystemExit('no such cell')"]]
+    jobs = submit_commands(commands, tmp_path, cluster="local", timeout_min=5)
+    assert [job.result() for job in jobs[:2]] == ["cell 1\n", "cell 2\n"]
+    with pytest.raises(Exception, match="ended with status 1:\nno such cell"):
+        jobs[2].result()
+    assert "cell 1" in jobs[0].stdout()
+
+
+@pytest.mark.slow
+def test_a_benchmark_runs_as_a_local_job(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="needs submitit, the optional extra 'slurm'")
+    command = "scripts/all_reduce_benchmark.py --device cpu --processes 2 --sizes-mb 0.01 --repeats 2 --out"
+    (job,) = submit_commands([[*command.split(), str(tmp_path / "out")]], tmp_path / "jobs", cluster="local")
+    assert "| gloo" in job.result()
+    assert (tmp_path / "out" / "all_reduce.json").exists()
+
+
+def test_what_a_slurm_job_is_given(tmp_path: Path) -> None:
+    """Without a cluster: submitit is replaced by a recorder."""
+    submitit = mock.MagicMock()
+    with mock.patch.dict(sys.modules, {"submitit": submitit}):
+        submit_commands(
+            [["a.py"], ["b.py", "--x"]],
+            tmp_path,
+            cluster="slurm",
+            nodes=2,
+            tasks_per_node=8,
+            gpus_per_node=8,
+            partition="gpu",
+        )
+    submitit.AutoExecutor.assert_called_once_with(folder=tmp_path, cluster="slurm")
+    executor = submitit.AutoExecutor.return_value
+    parameters = executor.update_parameters.call_args.kwargs
+    expected: dict[str, Any] = {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8, "slurm_partition": "gpu"}
+    assert expected.items() <= parameters.items()
+    assert "--kill-on-bad-exit=1" in parameters["slurm_srun_args"]
+    assert [call.args[1] for call in executor.submit.call_args_list] == [["a.py"], ["b.py", "--x"]]
+
+
+def test_a_command_that_fails_raises_with_its_last_lines(tmp_path: Path) -> None:
+    assert run_command(["-c", "import os; print(os.getcwd())"], str(tmp_path)) == f"{tmp_path}\n"
+    program = "print('\\n'.join(map(str, range(100)))); raise SystemExit(3)"
+    with pytest.raises(RuntimeError, match="ended with status 3") as failure:
+        run_command(["-c", program], str(tmp_path))
+    assert str(failure.value).splitlines()[1:] == [str(n) for n in range(70, 100)]
+
+
+def test_bad_submissions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"commands=\[\]: must be at least one"):
+        submit_commands([], tmp_path)
+    with pytest.raises(ValueError, match="nodes=0: must be at least 1"):
+        submit_commands([["a.py"]], tmp_path, nodes=0)
+    with mock.patch.dict(sys.modules, {"submitit": None}), pytest.raises(ModuleNotFoundError, match=r"\[slurm\]"):
+        submit_commands([["a.py"]], tmp_path)
