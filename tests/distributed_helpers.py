@@ -26,7 +26,7 @@ BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
 if launcher() is None:
     # While pytest still collects: all that a rank of any test imports (every optimizer imports torch._dynamo).
-    start_fork_server("tests.distributed_helpers", "torch._dynamo", "cs336_systems.workload")
+    start_fork_server("torch._dynamo", "cs336_systems.workload", "tests.distributed_helpers", "tests.ddp_cases")
 
 
 def run_gloo(function: Any, *args: Any, world_size: int = 2) -> list[Any]:

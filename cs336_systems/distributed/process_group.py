@@ -103,6 +103,11 @@ def launched_world_size() -> int | None:
     return _placement_from_environment().world_size if launcher() is not None else None
 
 
+def launched_rank() -> int | None:
+    """This process's rank if torchrun or srun started it as one of several; else None."""
+    return _placement_from_environment().rank if launcher() is not None else None
+
+
 def _placement_from_environment() -> Placement:
     if launcher() == "slurm":
         return Placement(*slurm.placement(os.environ))

@@ -1,0 +1,120 @@
+"""Measures cells that need several ranks: a fresh process group for each cell, and a row of each on disk.
+
+The counterpart of sweep.py, whose cells need one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cs336_systems.benchmarking.isolation import is_out_of_memory
+from cs336_systems.benchmarking.run_benchmark import resolve_device
+from cs336_systems.distributed.process_group import (
+    GroupOptions,
+    RankContext,
+    launched_rank,
+    launched_world_size,
+    run_ranks,
+)
+from cs336_systems.distributed.spawn import RankFailedError
+from cs336_systems.records import ResultsFile
+
+
+def run_rank_sweep(
+    cells: Sequence[Any],
+    measure: Callable[[RankContext, Any], dict[str, Any]],
+    results: ResultsFile | None,
+    label: Callable[[Any], str] = str,
+    complete: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda cell, measured: measured,
+) -> None:
+    """Add to `results` one row a cell, in order.
+
+    Args:
+        cells: frozen dataclasses with `device` ("cpu" or "cuda"), `world_size`, `max_ctas`.
+        measure: a top-level function `measure(context, cell)`, run on every rank; rank 0's dict is the row's results.
+        results: None on the ranks other than 0 of a launched job (torchrun, srun), which keep no rows.
+        label: what the progress bar calls a cell.
+        complete: called as `complete(cell, measured)` in this process; returns the row's results, e.g. with those that
+            need earlier rows.
+
+    Raises:
+        RankFailedError: a spawned rank failed otherwise than by memory; the rows so far are on disk. In a launched job
+            a rank that runs out of memory ends the job too.
+    """
+    for cell in tqdm(cells, unit="cell", file=sys.stderr, disable=results is None):
+        options = GroupOptions(cell.device, max_ctas=cell.max_ctas)
+        status, reason, values = "ok", "", None
+        try:
+            values = run_ranks(measure, cell, world_size=cell.world_size, options=options)
+        except RankFailedError as error:
+            if error.exit_code == -9:
+                status = "killed"
+            elif error.__cause__ is not None and is_out_of_memory(error.__cause__):
+                status = "oom"
+            else:
+                raise
+            reason = str(error).splitlines()[0]
+        if results is None:
+            continue
+        blank = dict.fromkeys(results.row_type.__dataclass_fields__)
+        measured = complete(cell, values[0]) if values is not None else {}
+        results.append(results.row_type(**{**blank, **asdict(cell), **measured, "status": status, "reason": reason}))
+        tqdm.write(f"{label(cell)}: {status}", file=sys.stderr)
+
+
+def resolve_ranks_device(device: str) -> str:
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda".
+
+    Raises:
+        ValueError: "cuda" on a machine without a GPU.
+    """
+    import torch
+
+    n_gpus = torch.cuda.device_count()
+    if device == "cuda" and n_gpus == 0:
+        raise ValueError(f"device={device!r}: is not on this machine; it has cpu")
+    return ("cuda" if n_gpus else "cpu") if device == "auto" else device
+
+
+def open_results(out: Path, name: str, row_type: type, command: str, device: str) -> ResultsFile | None:
+    """The file for the rows; None on the ranks other than 0 of a launched job.
+
+    Raises:
+        ValueError: `out` cannot be written to.
+    """
+    if launched_rank() not in (None, 0):
+        return None
+    _, provenance = resolve_device(device, command)
+    return ResultsFile(out, name, row_type, provenance)
+
+
+def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:
+    """The world sizes to measure: those asked for, or the launcher's, or those of `default` that this machine can run.
+
+    Raises:
+        ValueError: one that was asked for is larger than the number of GPUs, or is not the launcher's.
+    """
+    import torch
+
+    launched = launched_world_size()
+    n_gpus = torch.cuda.device_count()
+    fits = [n for n in default if device == "cpu" or n <= n_gpus]
+    chosen = tuple(processes) or ((launched,) if launched else tuple(fits))
+    for world_size in chosen:
+        if world_size < 1:
+            raise ValueError(f"processes={world_size}: must be at least 1")
+        if launched and world_size != launched:
+            raise ValueError(f"processes={world_size}: must be {launched}, as many as the launcher started")
+        if not launched and device == "cuda" and world_size > n_gpus:
+            raise ValueError(f"processes={world_size}: must be at most {n_gpus}, this machine's GPUs, one a process")
+    if not chosen:
+        raise ValueError(
+            f"processes=(): {', '.join(map(str, default))} are the default, and this machine has {n_gpus} GPU"
+        )
+    return chosen

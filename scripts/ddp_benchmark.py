@@ -1,0 +1,69 @@
+"""Time a train step under data parallelism: naive, flat, overlapped, bucketed, PyTorch's, and without communication.
+
+    python scripts/ddp_benchmark.py --size xl --ctx 512 --precision fp32 bf16 --bucket-size-mb 1 10 100 1000
+
+Prints each implementation's step, its exposed communication, and the overhead model's prediction beside it; draws when
+each computed and communicated. Also runs under torchrun and srun, with the launcher's number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cs336_systems.cli import command_line, parse
+from cs336_systems.configs import Attention, Compile, Optimizer
+
+
+@dataclass(frozen=True)
+class Arguments:
+    size: str = "xl"
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
+    ctx: int = 512
+    """Context length, in tokens."""
+    batch_size: int = 4
+    """Sequences on each rank."""
+    processes: tuple[int, ...] = ()
+    """Numbers of ranks, one a GPU. Default: 2. Several give weak scaling."""
+    precision: tuple[Literal["fp32", "tf32", "bf16"], ...] = ("fp32",)
+    """bf16 is autocast, with float32 gradients."""
+    implementation: tuple[str, ...] = ("naive", "flat", "overlapped", "bucketed", "bucketed-in-place", "torch-ddp")
+    """naive, flat, overlapped, bucketed, bucketed-zeroed, bucketed-in-place, torch-ddp. The step without
+    communication is always measured."""
+    bucket_size_mb: tuple[float, ...] = (1, 10, 100, 1000)
+    """Bucket sizes in MB (10**6 bytes)."""
+    comm_dtype: Literal["bf16", "fp16"] | None = None
+    """Send the buckets in two bytes an element."""
+    max_ctas: int | None = None
+    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute."""
+    optimizer: Optimizer = "adamw-fused"
+    """The project's AdamW, or PyTorch's fused one."""
+    attention: Attention = "naive"
+    """The attention that the model calls."""
+    compile: Compile = "off"
+    """torch.compile: off, on (the whole model), or blocks."""
+    warmup: int = 5
+    """Steps before measuring."""
+    steps: int = 10
+    """Measured steps."""
+    seed: int = 0
+    """Of the random weights and tokens."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
+    profile: bool = True
+    """Profile one step of each, for the timeline and the share of communication that backward covers."""
+    out: Path = Path("out/ddp")
+    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and plots."""
+
+
+def main() -> None:
+    options = dict(vars(parse(Arguments, __doc__)))
+    from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
+    from cs336_systems.profiling.overlap import profile_step
+
+    run_data_parallel_benchmark(command_line(), profile_step if options.pop("profile") else None, **options)
+
+
+if __name__ == "__main__":
+    main()
