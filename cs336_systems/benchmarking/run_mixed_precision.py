@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.benchmarking.layer_norm_precision import (
+    LAYER_NORM_COLUMNS,
+    LayerNormRow,
+    layer_norm_note,
+    layer_norm_parts,
+)
 from cs336_systems.benchmarking.mixed_precision import (
     ACCUMULATION_COLUMNS,
     DTYPE_COLUMNS,
-    LAYER_NORM_COLUMNS,
     AccumulationRow,
     DtypeRow,
-    LayerNormRow,
     accumulations,
     autocast_dtypes,
-    layer_norm_note,
-    layer_norm_parts,
 )
 from cs336_systems.benchmarking.model_benchmark import cell_label, table_columns, table_note
 from cs336_systems.benchmarking.plots import plot_phases

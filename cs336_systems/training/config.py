@@ -232,7 +232,23 @@ class TrainConfig(TrainArguments):
         )
 
 
-# What may differ when a run goes on from a checkpoint: nothing that its losses come from.
+# What may differ when a run goes on from a checkpoint: what its losses do not come from, other than by rounding.
 FREE_ON_RESUME = frozenset(
-    {"data", "device", "out", "resume", "checkpoint_every", "keep_checkpoints", "validate_every", "processes"}
+    {
+        "data",  # its content is compared
+        "out",
+        "resume",
+        "device",
+        "compile",
+        "attention",
+        "accumulation_steps",
+        "parallel",  # but for fsdp, whose optimizer's state lies in the ranks' parts
+        "processes",
+        "bucket_size_mb",
+        "sharded_optimizer",
+        "validate_every",
+        "validation_batches",
+        "checkpoint_every",
+        "keep_checkpoints",
+    }
 )

@@ -99,17 +99,29 @@ class ParallelModel:
             dist.all_reduce(values)
         return values
 
-    def gather_from_ranks(self, value: Any) -> list[Any] | None:
-        """Every rank's `value`, on rank 0; None on the others."""
-        if self.world_size == 1:
-            return [value]
-        gathered = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, gathered)
-        return gathered
-
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers under the bare model's names, on every rank; collective for fsdp."""
         gather: Callable[[], dict[str, Tensor]] = (
             self.wrapped.gather_full_params if self.is_fsdp else self.bare.state_dict
         )
         return gather()
+
+    def optimizer_states(self, optimizer: torch.optim.Optimizer) -> list[Any] | None:
+        """The whole state in a list of one, or under fsdp each rank's; on rank 0 (elsewhere unspecified). Collective
+        for fsdp and a sharded optimizer."""
+        if self.config.sharded_optimizer:
+            return [optimizer.state_dict(to_rank=0)]  # ty: ignore[unknown-argument]
+        if not self.is_fsdp:
+            return [optimizer.state_dict()]
+        gathered = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(_on_cpu(optimizer.state_dict()), gathered)
+        return gathered
+
+
+def _on_cpu(tree: Any) -> Any:
+    """Tensors of nested dicts and lists, copied to the CPU: what ranks send each other must not name a card."""
+    if isinstance(tree, Tensor):
+        return tree.cpu()
+    if isinstance(tree, dict):
+        return {key: _on_cpu(value) for key, value in tree.items()}
+    return [_on_cpu(value) for value in tree] if isinstance(tree, (list, tuple)) else tree

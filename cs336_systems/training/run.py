@@ -115,12 +115,20 @@ def _world_size(config: TrainConfig, device: str) -> int:
 
 
 def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile, world_size: int) -> None:
-    now = plain_config(config) | {"world_size": world_size}
-    for name, value in now.items():
-        before = checkpoint.config.get(name)
-        if name not in FREE_ON_RESUME and before != value:
-            flag = "processes" if name == "world_size" else name
-            raise ValueError(f"{flag}={value!r}: the run under {str(config.out)!r} was begun with {before!r}")
+    begun, now = checkpoint.config, plain_config(config)
+    compared = {name for name in now if name not in FREE_ON_RESUME}
+    if "fsdp" in (begun.get("parallel"), config.parallel):
+        compared.add("parallel")
+        check(
+            begun.get("world_size") == world_size,
+            "processes",
+            world_size,
+            f"the run under {str(config.out)!r} was begun with {begun.get('world_size')}, and fsdp's state is theirs",
+        )
+    for name in sorted(compared):
+        if begun.get(name) != now[name]:
+            message = f"the run under {str(config.out)!r} was begun with {begun.get(name)!r}"
+            raise ValueError(f"{name}={now[name]!r}: {message}")
     check(
         checkpoint.data_sha256 == tokens.sha256,
         "data",

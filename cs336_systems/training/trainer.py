@@ -136,13 +136,10 @@ class Trainer:
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps, on rank 0; None on the others. A collective call.
 
-        Weights are whole and under the bare model's names. The optimizer's state is a list: of one where all ranks have
-        the same, of every rank's where each has its own.
+        Weights are whole and under the bare model's names, and so is the optimizer's state, so that another number of
+        ranks can go on from it; under fsdp the latter is a list of each rank's own.
         """
-        weights = self.model.full_state_dict()
-        optimizer: list[Any] | None = [self.optimizer.state_dict()]
-        if self.model.is_fsdp or self.config.sharded_optimizer:
-            optimizer = self.model.gather_from_ranks(_on_cpu(self.optimizer.state_dict()))
+        weights, optimizer = self.model.full_state_dict(), self.model.optimizer_states(self.optimizer)
         if self.model.rank != 0:
             return None
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
@@ -157,12 +154,3 @@ class Trainer:
         inputs, targets = training_batch(tokens, config.batch_size, config.ctx, seed, step, self.device)
         mine = (tensor.chunk(model.world_size)[model.rank] for tensor in (inputs, targets))
         return list(zip(*(part.chunk(config.accumulation_steps) for part in mine), strict=True))
-
-
-def _on_cpu(tree: Any) -> Any:
-    """Tensors of nested dicts and lists, copied to the CPU: what ranks send each other must not name a card."""
-    if isinstance(tree, Tensor):
-        return tree.cpu()
-    if isinstance(tree, dict):
-        return {key: _on_cpu(value) for key, value in tree.items()}
-    return [_on_cpu(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
