@@ -29,6 +29,8 @@ class Arguments:
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     max_ctas: int | None = None
     """NCCL's largest number of CTAs, each of which takes a multiprocessor from other kernels."""
+    high_priority: bool = False
+    """Have the GPU schedule NCCL's blocks before other kernels'."""
     out: Path = Path("out/all_reduce")
     """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and the plot."""
 

@@ -37,6 +37,8 @@ class Arguments:
     """Send the buckets in two bytes an element."""
     max_ctas: int | None = None
     """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute."""
+    high_priority: bool = False
+    """Have the GPU schedule NCCL's blocks before those of the kernels that compute."""
     optimizer: Optimizer = "adamw-fused"
     """The project's AdamW, or PyTorch's fused one."""
     attention: Attention = "naive"

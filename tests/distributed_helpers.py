@@ -101,8 +101,9 @@ def part(tensor: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor, **kwargs: Any) -> Tensor:
-    """Mean cross-entropy."""
-    return nn.functional.cross_entropy(model(tokens, **kwargs).flatten(0, 1), targets.flatten())
+    """Mean cross-entropy, on the model's device."""
+    device = next(model.parameters()).device
+    return nn.functional.cross_entropy(model(tokens.to(device), **kwargs).flatten(0, 1), targets.to(device).flatten())
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -137,9 +138,11 @@ def train_beside_one_process(
     """Train a wrapped model on this rank's part of each batch, and a plain one on the whole batch.
 
     `step(model, optimizer, i_step, rank, world_size)` runs one step; the plain model gets rank 0 of 1. The ranks start
-    from different weights, the plain model from rank 0's. Returns the wrapped and the plain model.
+    from different weights, the plain model from rank 0's. Returns the wrapped and the plain model, both on this rank's
+    device.
     """
-    plain, wrapped = make_model(0, dtype), wrap(make_model(context.rank, dtype))
+    plain = make_model(0, dtype).to(context.device)
+    wrapped = wrap(make_model(context.rank, dtype).to(context.device))
     optimizers = make_optimizer(plain), make_optimizer(wrapped)
     for i_step in range(n_steps):
         step(plain, optimizers[0], i_step, 0, 1)

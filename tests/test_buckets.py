@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.distributed.buckets import BYTES_PER_MB, FlatBucket, assign_buckets
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
@@ -134,6 +136,38 @@ def _views(context: RankContext) -> None:
 
 def test_gradients_are_views_into_their_buckets() -> None:
     run_gloo(_views)
+
+
+class _CountedCopies(TorchDispatchMode):
+    """The sizes of what copy_ copies in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.n_elements.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(context: RankContext, views: bool) -> list[list[int]]:
+    model = BucketedDDP(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6)), 1.0, gradient_as_bucket_view=views)
+    x = torch.ones(2, 4)
+    copied = []
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none=set_to_none)
+        with _CountedCopies() as copies:
+            model(x).sum().backward()
+            finish(model)
+        copied.append(sorted(copies.n_elements))
+    return copied
+
+
+def test_a_gradient_is_copied_only_where_it_must_be() -> None:
+    """Four parameters of 20, 5, 30 and 6 elements, and in a buffer the four flags."""
+    assert run_gloo(_copies, True) == [[[4, 5, 6, 20, 30], [4]]] * 2
+    assert run_gloo(_copies, False) == [[[], []]] * 2
 
 
 def _no_views(context: RankContext) -> None:

@@ -42,7 +42,7 @@ def _ten_steps(context: RankContext, name: str) -> dict[str, int]:
     assert_same_weights(wrapped, plain)
     assert_same_on_all_ranks(wrapped)
     assert isinstance(wrapped.module, nn.Module)
-    assert not torch.equal(wrapped.module.first.weight, make_model(0).first.weight)  # it has learned something
+    assert not torch.equal(wrapped.module.first.weight.cpu(), make_model(0).first.weight)  # it has learned something
     with CountedCollectives() as counts:
         _plain_step(wrapped, make_optimizer(wrapped), 11, context.rank, context.world_size)
     return dict(counts.by_name)
@@ -245,7 +245,7 @@ def test_two_backward_passes_before_finish_are_right_or_refused(name: str) -> No
 
 def _float16_sum_overflows(context: RankContext, name: str) -> list[float]:
     wrapped = WRAPPERS[name](nn.Linear(1, 1, bias=False).half())
-    (wrapped(torch.ones(1, 1, dtype=torch.float16)) * 30_000.0).sum().backward()  # three sum to more than 65,504
+    (wrapped(torch.ones(1, 1, dtype=torch.float16)) * 40_000.0).sum().backward()  # two sum to more than 65,504
     finish(wrapped)
     return wrapped.module.weight.grad.flatten().tolist()
 
@@ -253,4 +253,4 @@ def _float16_sum_overflows(context: RankContext, name: str) -> list[float]:
 @each_wrapper
 def test_float16_gradients_whose_sum_overflows_are_averaged(name: str) -> None:
     for gradient in run_gloo(_float16_sum_overflows, name, world_size=3):
-        assert gradient == [pytest.approx(30_000, rel=2e-3)]
+        assert gradient == [pytest.approx(40_000, rel=2e-3)]

@@ -51,6 +51,7 @@ def test_the_all_reduce_benchmark_on_the_cpu(tmp_path: Path) -> None:
         repeats=3,
         device="cpu",
         max_ctas=None,
+        high_priority=False,
         out=tmp_path,
     )
     assert [(row.world_size, row.size_mb, row.status, row.backend) for row in rows] == [
@@ -102,6 +103,7 @@ def test_the_data_parallel_benchmark_on_the_cpu(tmp_path: Path) -> None:
         device="cpu",
         out=tmp_path,
         max_ctas=None,
+        high_priority=False,
         comm_dtype=None,
         **TINY,
     )

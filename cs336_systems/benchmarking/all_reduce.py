@@ -33,6 +33,7 @@ class AllReduceCell:
     warmup: int = 5
     repeats: int = 20
     max_ctas: int | None = None
+    high_priority: bool = False
 
     def __post_init__(self) -> None:
         check(self.device in ("cpu", "cuda"), "device", self.device, "must be cpu or cuda")
@@ -82,10 +83,10 @@ class AllReduceFit:
 
 
 def all_reduce_cells(
-    device: str, processes: Sequence[int], sizes_mb: Sequence[float], warmup: int, repeats: int, max_ctas: int | None
+    device: str, processes: Sequence[int], sizes_mb: Sequence[float], **parameters: Any
 ) -> list[AllReduceCell]:
-    """The product of numbers of ranks and sizes."""
-    return [AllReduceCell(device, n, mb, warmup, repeats, max_ctas) for n, mb in product(processes, sizes_mb)]
+    """The product of numbers of ranks and sizes; keyword arguments are `AllReduceCell`'s other fields."""
+    return [AllReduceCell(device, n, mb, **parameters) for n, mb in product(processes, sizes_mb)]
 
 
 def measure_all_reduce(context: Any, cell: AllReduceCell) -> dict[str, Any]:

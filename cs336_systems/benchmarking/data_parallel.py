@@ -36,6 +36,7 @@ class DataParallelCell(BenchmarkCell):
     bucket_size_mb: float | None = None
     comm_dtype: str | None = None
     max_ctas: int | None = None
+    high_priority: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -36,7 +36,8 @@ def run_rank_sweep(
     """Add to `results` one row a cell, in order.
 
     Args:
-        cells: frozen dataclasses with `device` ("cpu" or "cuda"), `world_size`, `max_ctas`.
+        cells: frozen dataclasses with `device` ("cpu" or "cuda"), `world_size`, `max_ctas` and
+            `high_priority`.
         measure: a top-level function `measure(context, cell)`, run on every rank; rank 0's dict is the row's results.
         results: None on the ranks other than 0 of a launched job (torchrun, srun), which keep no rows.
         label: what the progress bar calls a cell.
@@ -48,7 +49,7 @@ def run_rank_sweep(
             a rank that runs out of memory ends the job too.
     """
     for cell in tqdm(cells, unit="cell", file=sys.stderr, disable=results is None):
-        options = GroupOptions(cell.device, max_ctas=cell.max_ctas)
+        options = GroupOptions(cell.device, max_ctas=cell.max_ctas, high_priority=cell.high_priority)
         status, reason, values = "ok", "", None
         try:
             values = run_ranks(measure, cell, world_size=cell.world_size, options=options)

@@ -36,6 +36,7 @@ def run_all_reduce_benchmark(
     repeats: int,
     device: str,
     max_ctas: int | None,
+    high_priority: bool,
     out: Path,
 ) -> list[AllReduceRow]:
     """Measures all numbers of processes and sizes and leaves the files under `out` (scripts/all_reduce_benchmark.py).
@@ -47,7 +48,13 @@ def run_all_reduce_benchmark(
         device = resolve_ranks_device(device)
         GroupOptions(device, max_ctas=max_ctas)
         cells = all_reduce_cells(
-            device, world_sizes(processes, device, HANDOUT_PROCESSES), sizes_mb, warmup, repeats, max_ctas
+            device,
+            world_sizes(processes, device, HANDOUT_PROCESSES),
+            sizes_mb,
+            warmup=warmup,
+            repeats=repeats,
+            max_ctas=max_ctas,
+            high_priority=high_priority,
         )
         results = open_results(out, "all_reduce", AllReduceRow, command, device)
     run_rank_sweep(cells, measure_all_reduce, results, lambda cell: f"{cell.world_size} ranks, {cell.size_mb:g} MB")

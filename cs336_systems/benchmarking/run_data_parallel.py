@@ -23,6 +23,7 @@ from cs336_systems.benchmarking.rank_sweep import open_results, resolve_ranks_de
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import MODEL_SIZES, check
 from cs336_systems.distributed.process_group import GroupOptions
+from cs336_systems.distributed.spawn import start_fork_server
 from cs336_systems.records import write_atomically
 
 ALL_REDUCE_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0, 10.0)}
@@ -41,12 +42,14 @@ def run_data_parallel_benchmark(
     device: str,
     out: Path,
     max_ctas: int | None,
+    high_priority: bool,
     **parameters: Any,
 ) -> list[DataParallelRow]:
     """Measures every implementation and leaves the files under `out` (scripts/ddp_benchmark.py).
 
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
+    start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
     with refusing_bad_input():
         check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
         for flag, values in (("precision", precision), ("implementation", implementation)):
@@ -55,7 +58,8 @@ def run_data_parallel_benchmark(
         GroupOptions(device, max_ctas=max_ctas)
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"):
             parameters[name] = getattr(MODEL_SIZES[size], name)
-        base = DataParallelCell(size=size, device=device, implementation="none", max_ctas=max_ctas, **parameters)
+        nccl: dict[str, Any] = {"max_ctas": max_ctas, "high_priority": high_priority}
+        base = DataParallelCell(size=size, device=device, implementation="none", **nccl, **parameters)
         ranks = world_sizes(processes, device, default=(2,))
         cells = data_parallel_cells(
             base, precision=precision, world_size=ranks, implementation=implementation, bucket_size_mb=bucket_size_mb
@@ -63,7 +67,7 @@ def run_data_parallel_benchmark(
         results = open_results(out, "ddp", DataParallelRow, command, device)
         all_reduces = open_results(out, "all_reduce", AllReduceRow, command, device)
     run_rank_sweep(
-        all_reduce_cells(device, ranks, ALL_REDUCE_SIZES_MB[device], 5, 20, max_ctas), measure_all_reduce, all_reduces
+        all_reduce_cells(device, ranks, ALL_REDUCE_SIZES_MB[device], **nccl), measure_all_reduce, all_reduces
     )
     costs = _costs(all_reduces.rows) if all_reduces is not None else {}
     timelines: dict[str, Any] = {}

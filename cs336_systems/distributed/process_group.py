@@ -35,12 +35,19 @@ _groups_so_far = itertools.count()
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How a group is made: `device_type` "cpu" (gloo) or "cuda" (NCCL), the limit of one collective in seconds, and
-    NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that run beside it."""
+    """How a group is made.
+
+    Attributes:
+        device_type: "cpu" (gloo) or "cuda" (NCCL).
+        timeout_s: the limit of one collective, in seconds.
+        max_ctas: NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels beside it.
+        high_priority: run NCCL's kernels on a stream whose blocks the GPU schedules before other streams'.
+    """
 
     device_type: str = "cpu"
     timeout_s: float = DEFAULT_TIMEOUT_S
     max_ctas: int | None = None
+    high_priority: bool = False
 
     def __post_init__(self) -> None:
         if self.device_type not in BACKENDS:
@@ -120,12 +127,12 @@ def _placement_from_environment() -> Placement:
     )
 
 
-def _nccl_options(max_ctas: int) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    # NCCL rejects a cap below the default minimum of CTAs unless the minimum comes down with it.
-    options.config.min_ctas = 1
-    return options
+def _nccl_options(options: GroupOptions) -> Any:
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options.is_high_priority_stream = options.high_priority
+    if options.max_ctas is not None:
+        nccl_options.config.max_ctas = options.max_ctas
+    return nccl_options
 
 
 @contextmanager
@@ -143,8 +150,7 @@ def process_group(options: GroupOptions, placement: Placement, store: dist.Store
         device = torch.device("cuda", placement.local_rank)
         torch.cuda.set_device(device)
         keywords["device_id"] = device
-        if options.max_ctas is not None:
-            keywords["pg_options"] = _nccl_options(options.max_ctas)
+        keywords["pg_options"] = _nccl_options(options)
     dist.init_process_group(
         options.backend,
         store=store,
