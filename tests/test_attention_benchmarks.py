@@ -1,43 +1,31 @@
-"""The attention benchmarks as a person runs them, and their parts: peers, grouped sweeps, timing, errors, tables."""
+"""The attention benchmarks as a person runs them: files, Ctrl-C and resume, defaults, refusals, tables, plots."""
 
 import json
-import os
 import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 
 import pytest
-import torch
 
-from cs336_systems.attention.reference import attention_reference
-from cs336_systems.benchmarking import flash_benchmark
 from cs336_systems.benchmarking.attention_benchmark import (
     AttentionBenchmarkCell,
     AttentionBenchmarkRow,
     formulas,
-    measure_attention,
-    memory_formula_bytes,
 )
-from cs336_systems.benchmarking.attention_cells import EagerPeerName, PeerName, make_inputs
-from cs336_systems.benchmarking.attention_peers import PEERS, open_peer
+from cs336_systems.benchmarking.attention_peers import PEERS
 from cs336_systems.benchmarking.attention_plots import plot_attention, plot_flash
 from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_unsupported
-from cs336_systems.benchmarking.call_timing import time_calls
-from cs336_systems.benchmarking.flash_benchmark import FlashCell, FlashMeasure, FlashRow, flash_cells
-from cs336_systems.benchmarking.grouped_sweep import Skipped, run_grouped_sweep
+from cs336_systems.benchmarking.flash_benchmark import FlashRow
 from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
-from cs336_systems.records import ResultsFile, Unsupported, read_results
-from tests.example_rows import RUN
+from cs336_systems.records import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("attention_benchmark", "flash_benchmark", "leaderboard_attention")
-CPU = torch.device("cpu")
 
 
 def _path(script):
@@ -59,9 +47,6 @@ def run_script(monkeypatch, capsys):
         return status, shown.out, shown.err
 
     return run
-
-
-# ---- The scripts -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -224,249 +209,6 @@ def test_bad_input_is_refused_by_flag_name(script, arguments, message, tmp_path,
     assert not list(tmp_path.glob("out/*.json"))
 
 
-# ---- Peers -----------------------------------------------------------------------------------------------------------
-
-
-def test_every_name_is_a_peer():
-    assert set(PEERS) == set(get_args(PeerName))
-    assert set(get_args(EagerPeerName)) == {name for name, peer in PEERS.items() if not peer.is_compiled}
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", [(2, 20, 16), (1, 2, 20, 16)])
-@pytest.mark.parametrize("name", ["naive", "naive-compiled", "sdpa-flash", "flash-pytorch", "flash-triton"])
-def test_peers_agree_with_the_reference(name, shape, is_causal):
-    """Uncompiled, and on a CPU with Triton's interpreter."""
-    inputs = torch.randn(3, *shape, requires_grad=True)
-    do = torch.randn(shape)
-    expected = attention_reference(*inputs, is_causal)[0]
-    (expected_gradient,) = torch.autograd.grad(expected, inputs, do)
-    try:
-        with open_peer(name, CPU, compiler=lambda function: function) as attention:
-            o = attention(*inputs, is_causal)
-            (gradient,) = torch.autograd.grad(o, inputs, do)
-    except Unsupported as reason:
-        assert name == "flash-triton"
-        pytest.skip(str(reason))
-    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_sdpa_uses_the_peers_backend_and_no_other():
-    q = torch.randn(1, 1, 32, 16, requires_grad=True)
-    with open_peer("sdpa-flash", CPU) as attention:
-        assert "FlashAttention" in type(attention(q, q, q, True).grad_fn).__name__
-        assert not torch.backends.cuda.math_sdp_enabled()
-    assert torch.backends.cuda.math_sdp_enabled()
-
-
-def test_a_peer_that_cannot_run_says_why_and_other_errors_pass():
-    q = torch.randn(1, 1, 32, 16)
-    for name in ("sdpa-cudnn", "sdpa-efficient", "flex"):
-        with pytest.raises(Unsupported, match=f"{name} runs on NVIDIA GPUs"), open_peer(name, CPU):
-            pass
-    with pytest.raises(Unsupported, match=r"head_dim|head dim|last dim"), open_peer("sdpa-flash", CPU) as attention:
-        attention(q, q, q[..., :8], False)  # a value head_dim of its own
-    with pytest.raises(ZeroDivisionError), open_peer("naive", CPU):
-        raise ZeroDivisionError
-    with pytest.raises(RuntimeError, match="CUDA error"), open_peer("naive", CPU):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(torch.OutOfMemoryError), open_peer("flex", torch.device("cuda")):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-# ---- Measuring -------------------------------------------------------------------------------------------------------
-
-
-def test_calls_are_timed_for_the_time_asked_and_gradients_dropped_before_each():
-    x = torch.ones(3, requires_grad=True)
-    seen = []
-
-    def call():
-        (2 * x).sum().backward()
-        seen.append(x.grad[0].item())
-        time.sleep(0.002)
-
-    times = time_calls(call, warmup_ms=4, rep_ms=40, device=CPU, grad_to_none=[x])
-    assert 3 <= len(times) <= 20
-    assert min(times) >= 2
-    assert seen[-len(times) :] == [2.0] * len(times)
-    for name, value in (("warmup_ms", -1), ("rep_ms", 0)):
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            time_calls(call, **{"warmup_ms": 1, "rep_ms": 1, name: value}, device=CPU)
-
-
-def test_an_error_is_seen_in_the_output_and_in_each_gradient():
-    cell = FlashCell("naive", "fp32", head_dim=8, length=33, heads=2)
-
-    def slightly_wrong(q, k, v, is_causal):
-        return attention_reference(q, k * 1.01, v, is_causal)[0]
-
-    def wrong_backward_only(q, k, v, is_causal):
-        o = attention_reference(q, k, v, is_causal)[0]
-        return o + 0.1 * (k - k.detach()) * v.detach()
-
-    def error(attention, **changes):
-        return flash_benchmark._relative_error(replace(cell, **changes), attention)
-
-    def right(q, k, v, is_causal):
-        return attention_reference(q, k, v, is_causal)[0]
-
-    assert error(right, phase="forward") < 1e-6
-    assert error(right, phase="backward") < 1e-6
-    assert error(right, phase="forward", precision="bf16") > 1e-4
-    assert error(slightly_wrong, phase="forward") > 1e-4
-    assert error(wrong_backward_only, phase="forward") < 1e-6
-    assert error(wrong_backward_only, phase="backward") > 1e-2
-    assert error(right, phase="both") is None
-    assert error(right, phase="forward", length=4097, heads=1) is None
-
-
-def test_what_took_too_long_is_skipped_at_longer_lengths_only_for_that_pass(monkeypatch):
-    cells = flash_cells(
-        implementation="naive", precision="fp32", head_dim=8, length=(16, 32), phase=("forward", "both"), rep_ms=1,
-        max_call_ms=20,
-    )  # fmt: skip
-    measured = []
-
-    def slow_forward(cell):
-        measured.append((cell.length, cell.phase))
-
-        def attention(q, k, v, is_causal):
-            time.sleep(0.03 if cell.phase == "both" else 0)
-            return attention_reference(q, k, v, is_causal)[0]
-
-        return attention
-
-    class Peer:
-        is_compiled, needs_cuda, backend = False, False, None
-
-    measure = FlashMeasure()
-    statuses = []
-    for cell in cells:
-        peer = Peer()
-        peer.build = lambda compiler, cell=cell: slow_forward(cell)
-        monkeypatch.setitem(PEERS, "naive", peer)
-        try:
-            statuses.append((cell.length, cell.phase, measure(cell)["repetitions"] >= 1))
-        except Skipped as reason:
-            statuses.append((cell.length, cell.phase, str(reason)))
-    assert [(length, phase) for length, phase, _ in statuses] == [
-        (16, "forward"), (16, "both"), (32, "forward"), (32, "both"),
-    ]  # fmt: skip
-    assert statuses[0][2] is True
-    assert statuses[2][2] is True
-    assert re.fullmatch(r"one call took \d+ ms, more than 20", statuses[1][2])
-    assert statuses[3][2] == f"at length 16, {statuses[1][2]}"
-    assert (32, "both") not in measured
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["naive", "flash-pytorch", "sdpa-flash"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_memory_formula_is_what_autograd_keeps(name, precision, is_causal):
-    cell = AttentionBenchmarkCell(name, precision, head_dim=16, length=48, is_causal=is_causal, batch_size=2)
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # keeps it alive, so that no address comes twice
-        return tensor
-
-    *inputs, do = make_inputs(cell, cell.batch_size)
-    with (
-        open_peer(name, CPU) as attention,
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        o = attention(*inputs, is_causal)
-    for tensor in (*inputs, do, o):
-        keep(tensor)
-    kept_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if tensor.device.type == "cpu")
-    scalars = 64 if name.startswith("sdpa") else 8  # SDPA keeps seeds, plain attention the scale
-    assert sum(memory_formula_bytes(cell).values()) == pytest.approx(kept_bytes, abs=scalars)
-    assert formulas(cell)["formula_gib"] * 2**30 == pytest.approx(kept_bytes, abs=scalars)
-
-
-# ---- Grouped sweeps --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Cell:
-    group: str
-    name: str
-
-
-@dataclass(frozen=True)
-class _Row(_Cell):
-    status: str = "ok"
-    reason: str = ""
-    process: int | None = None
-    length: int | None = None
-
-
-class _Measure:
-    def __init__(self):
-        self.process = os.getpid()
-
-    def __call__(self, cell):
-        if cell.name == "large":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        if cell.name == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if cell.name == "unsupported":
-            raise Unsupported("not on this machine")
-        if cell.name == "slow":
-            raise Skipped("takes too long")
-        if cell.name == "mistake":
-            raise ZeroDivisionError("a mistake")
-        return {"process": self.process}
-
-
-def _sweep(tmp_path, names, resume=False, **changes):
-    results = ResultsFile(tmp_path, "bench", _Row, RUN, resume=resume)
-    for name, value in changes.items():
-        setattr(results, name, value)
-    cells = [_Cell(*name.split()) for name in names]
-    run_grouped_sweep(cells, lambda cell: cell.group, _Measure, results, known=lambda cell: {"length": len(cell.name)})
-    return results.rows
-
-
-def test_a_group_shares_a_process_and_goes_on_after_each_kind_of_failure(tmp_path):
-    names = ["x a", "y a", "x large", "x b", "x killed", "x killed", "x unsupported", "x slow", "x c"]
-    rows = _sweep(tmp_path, names)
-    assert [(row.group, row.name, row.status) for row in rows] == [
-        ("x", "a", "ok"), ("x", "large", "oom"), ("x", "b", "ok"), ("x", "killed", "killed"),
-        ("x", "killed", "killed"), ("x", "unsupported", "unsupported"), ("x", "slow", "skipped"), ("x", "c", "ok"),
-        ("y", "a", "ok"),
-    ]  # fmt: skip
-    a, b, c, y = (row.process for row in rows if row.status == "ok")
-    assert a == b
-    assert len({a, c, y, os.getpid()}) == 4
-    assert [row.length for row in rows] == [len(row.name) for row in rows]
-    assert rows[5].reason == "not on this machine"
-    assert read_results(tmp_path / "bench.json", _Row)[1] == rows
-
-    resumed = _sweep(tmp_path, [*names, "x d"], resume=True)
-    assert resumed[:-1] == rows
-    assert (resumed[-1].name, resumed[-1].status) == ("d", "ok")
-
-
-def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: a mistake"):
-        _sweep(tmp_path, ["x a", "x mistake", "x b"])
-    assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["a"]
-
-
-def test_a_row_that_cannot_be_written_ends_the_sweep(tmp_path):
-    def full_disk(row):
-        raise OSError("No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        _sweep(tmp_path, ["x a", "x b"], append=full_disk)
-
-
-# ---- Tables and plots ------------------------------------------------------------------------------------------------
-
-
 def _flash_row(implementation, length, median_ms=None, status="ok", **changes):
     parameters = {"precision": "bf16", "head_dim": 64, "phase": "both"} | changes
     tflops = None if median_ms is None else 100.0
@@ -528,47 +270,3 @@ def test_plots_of_rows_with_gaps(tmp_path):
     ]
     plot_attention(alone, tmp_path / "alone.png")
     assert (tmp_path / "alone.png").stat().st_size > 5000
-
-
-# ---- With a compiler, and with a GPU ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_compiled_peer_is_compiled_once_for_all_lengths():
-    measure = FlashMeasure()
-    cells = flash_cells(
-        implementation="naive-compiled", precision="fp32", head_dim=16, length=(32, 64, 96), rep_ms=1, warmup_ms=0,
-        phase=("forward", "backward", "both"),
-    )  # fmt: skip
-    for cell in cells:
-        assert (measure(cell)["relative_error"] or 0) < 1e-5
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    measure(replace(cells[0], compiled_shapes="static"))
-    measure(replace(cells[3], compiled_shapes="static"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", get_args(PeerName))
-def test_each_peer_on_a_gpu_is_right_and_needs_little_more_than_its_tensors(name):
-    measure = FlashMeasure()
-    cell = FlashCell(name, "bf16", head_dim=64, length=1024, heads=2, device="cuda", rep_ms=5, warmup_ms=1)
-    for phase in ("forward", "backward"):
-        assert measure(replace(cell, phase=phase))["relative_error"] < 0.03
-    results = measure(cell)
-    tensor_gib = 2 * 1024 * 64 * 2 / 2**30
-    assert results["tflops"] > 0
-    # q, k, v, dO, O and three gradients; float32 partial sums, or all scores, beside them
-    assert 8 * tensor_gib <= results["peak_memory_gib"] < (100 if "naive" in name else 20) * tensor_gib
-
-
-@pytest.mark.gpu
-def test_the_memory_before_backward_on_a_gpu_is_the_formulas():
-    cell = AttentionBenchmarkCell("naive", "fp32", head_dim=64, length=1024, device="cuda", steps=3)
-    measured = measure_attention(cell)["memory_before_backward_gib"]
-    assert measured == pytest.approx(formulas(cell)["formula_gib"], rel=1e-3)
-
-
-@pytest.mark.gpu
-def test_sdpa_says_why_a_backend_refuses():
-    with pytest.raises(Unsupported, match=r"[Hh]alf|[Ff]loat|dtype"):
-        FlashMeasure()(FlashCell("sdpa-flash", "fp32", head_dim=64, length=128, device="cuda"))

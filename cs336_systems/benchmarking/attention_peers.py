@@ -117,8 +117,10 @@ def open_peer(name: PeerName, device: torch.device, compiler: Compiler = torch.c
 _REFUSALS = (
     "No available kernel",  # SDPA, whose backend refuses the inputs
     "No viable backend",  # SDPA, whose backend does not exist on the device
+    "cuDNN Frontend error",  # SDPA, whose backend finds only now that it has no kernel
     "cannot run here",  # flash_attention
 )
+_COMPILER_REFUSALS = ("No valid triton configs", "out of resource")  # no kernel that fits the card's shared memory
 
 
 @contextmanager
@@ -127,11 +129,12 @@ def _refusals_explained(peer: Peer) -> Generator[None]:
         warnings.simplefilter("default")
         try:
             yield
-        except RuntimeError as error:
+        except Exception as error:
             text = str(error)
             refused = any(sign in text for sign in _REFUSALS)
-            by_compiler = peer.is_compiled and isinstance(error, TorchDynamoException)
-            if is_out_of_memory(error) or not (refused or by_compiler):
+            if peer.is_compiled:
+                refused |= isinstance(error, TorchDynamoException) or any(sign in text for sign in _COMPILER_REFUSALS)
+            if is_out_of_memory(error) or not refused:
                 raise
             raise Unsupported(_reason(text, [str(warning.message) for warning in caught], peer)) from error
 
