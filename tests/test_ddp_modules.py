@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.process_group import RankContext
@@ -111,6 +112,41 @@ def _strides(context: RankContext, name: str) -> None:
 @each_wrapper
 def test_parameters_with_other_strides(name: str) -> None:
     run_gloo(_strides, name)
+
+
+class _Checkpointed(nn.Module):
+    """Three layers, whose activations backward computes again, by one of PyTorch's two ways."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in self.layers:
+            x = layer(x) if self.use_reentrant is None else checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def _checkpointed(context: RankContext, name: str, use_reentrant: bool) -> None:
+    torch.manual_seed(0)
+    wrapped, plain = WRAPPERS[name](_Checkpointed(use_reentrant)), _Checkpointed(None)
+    plain.load_state_dict(wrapped.state_dict())
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(x.chunk(2)[context.rank].clone()).square().mean().backward()
+        finish(wrapped)
+    plain(x).square().mean().backward()
+    for parameter, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+@each_wrapper
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
+    run_gloo(_checkpointed, name, use_reentrant)
 
 
 class _Sparse(nn.Module):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.distributed.lifeline import own_address
-from cs336_systems.distributed.process_group import RankContext, launcher, run_ranks
+from cs336_systems.distributed.process_group import Placement, RankContext, _gpu_index, launcher, run_ranks
 from cs336_systems.distributed.spawn import start_context
 from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
 from tests.train_under_torchrun import N_STEPS
@@ -185,6 +185,52 @@ def test_all_launched_ranks_end_when_one_fails(kind: str, failing: int, how: str
     for rank in {0, 1, 2} - {failing}:
         assert codes[rank] == 1
         assert outputs[rank] == f"rank {rank} ends because rank {failing} has ended\n"
+
+
+def _all_reduce_benchmark(environment: dict[str, str], output: Path, out: Path) -> None:
+    os.environ.update(environment)
+    _write_to(output)
+    from cs336_systems.benchmarking.run_all_reduce import run_all_reduce_benchmark
+
+    rows = run_all_reduce_benchmark(
+        "torchrun scripts/all_reduce_benchmark.py",
+        processes=(),
+        sizes_mb=(0.01, 0.1),
+        warmup=1,
+        repeats=2,
+        device="cpu",
+        max_ctas=None,
+        high_priority=False,
+        out=out,
+    )
+    print(len(rows), flush=True)
+
+
+def test_a_benchmark_under_a_launcher_writes_on_rank_0(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [tmp_path / f"output-{rank}" for rank in range(2)]
+    folders = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    processes = [
+        start_context().Process(
+            target=_all_reduce_benchmark,
+            args=(_torchrun_environment(rank, 2, store.port, tmp_path), outputs[rank], folders[rank]),
+        )
+        for rank in range(2)
+    ]
+    assert _run_to_end(processes) == [0, 0], [output.read_text() for output in outputs]
+    assert "2" in outputs[0].read_text().splitlines()
+    assert outputs[1].read_text() == "0\n"
+    assert (folders[0] / "all_reduce.json").exists()
+    assert not (folders[1] / "all_reduce.json").exists()
+
+
+def test_a_slurm_task_with_a_gpu_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = Placement(rank=6, world_size=8, local_rank=2, local_world_size=4)
+    for name, value in _srun_environment(6, 8, 0, Path()).items():
+        monkeypatch.setenv(name, value)
+    for n_visible, index in ((4, 2), (1, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n_visible=n_visible: n_visible)
+        assert _gpu_index(placement) == index
 
 
 def test_a_node_is_reached_by_the_address_towards_the_rendezvous() -> None:

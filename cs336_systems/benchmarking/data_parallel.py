@@ -19,7 +19,7 @@ Implementation = Literal[
     "none", "naive", "flat", "overlapped", "bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp"
 ]
 BUCKETED: tuple[str, ...] = ("bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp")
-COMM_WARMUP, COMM_REPEATS = 2, 5
+COMM_WARMUP, COMM_REPEATS = 1, 3
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class DataParallelCell(BenchmarkCell):
 class DataParallelRow(DataParallelCell):
     """A cell and what it measured. Times are of the slowest rank.
 
-    `communication_ms` is finish_gradient_synchronization alone, after a backward pass that communicated nothing.
+    `communication_ms` is finish_gradient_synchronization alone, after a backward pass that communicated nothing, with
+    the copies into and out of buffers that it needs.
     `exposed_ms` is by how much the median step is longer than the one without communication in the same run, and
     `predicted_overhead_ms` what the handout's model says of that. `collective_ms` is the time in which a collective ran
     in one profiled step on rank 0, and `covered_share` the share of it in which backward computed, too.

@@ -23,6 +23,7 @@ from cs336_systems.distributed.process_group import (
     run_ranks,
 )
 from cs336_systems.distributed.spawn import RankFailedError
+from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
 
 
@@ -89,10 +90,10 @@ def open_results(out: Path, name: str, row_type: type, command: str, device: str
     Raises:
         ValueError: `out` cannot be written to.
     """
-    if launched_rank() not in (None, 0):
-        return None
-    _, provenance = resolve_device(device, command)
-    return ResultsFile(out, name, row_type, provenance)
+    if launched_rank() is None:  # this process must leave the cards to the ranks
+        _, provenance = resolve_device(device, command)
+        return ResultsFile(out, name, row_type, provenance)
+    return ResultsFile(out, name, row_type, collect_provenance(command, device)) if launched_rank() == 0 else None
 
 
 def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:

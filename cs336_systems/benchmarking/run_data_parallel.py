@@ -22,7 +22,7 @@ from cs336_systems.benchmarking.data_parallel import (
 from cs336_systems.benchmarking.rank_sweep import open_results, resolve_ranks_device, run_rank_sweep, world_sizes
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import MODEL_SIZES, check
-from cs336_systems.distributed.process_group import GroupOptions
+from cs336_systems.distributed.process_group import GroupOptions, launcher
 from cs336_systems.distributed.spawn import start_fork_server
 from cs336_systems.records import write_atomically
 
@@ -49,7 +49,8 @@ def run_data_parallel_benchmark(
 
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
-    start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
+    if launcher() is None:
+        start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
     with refusing_bad_input():
         check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
         for flag, values in (("precision", precision), ("implementation", implementation)):

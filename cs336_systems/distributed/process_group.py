@@ -135,6 +135,15 @@ def _nccl_options(options: GroupOptions) -> Any:
     return nccl_options
 
 
+def _has_gpu_of_its_own() -> bool:
+    """Whether Slurm (--gpus-per-task=1) shows each task one GPU only; NCCL refuses if two tasks share one."""
+    return launcher() == "slurm" and torch.cuda.device_count() == 1
+
+
+def _gpu_index(placement: Placement) -> int:
+    return 0 if _has_gpu_of_its_own() else placement.local_rank
+
+
 @contextmanager
 def process_group(options: GroupOptions, placement: Placement, store: dist.Store) -> Generator[RankContext]:
     """Make the default process group, yield this rank's context, and destroy the group at the end.
@@ -144,10 +153,11 @@ def process_group(options: GroupOptions, placement: Placement, store: dist.Store
     Raises:
         ValueError: the node has fewer GPUs than ranks.
     """
-    check_gpus(options.device_type, placement.local_world_size)
+    if not _has_gpu_of_its_own():
+        check_gpus(options.device_type, placement.local_world_size)
     device, keywords = torch.device("cpu"), {}
     if options.device_type == "cuda":
-        device = torch.device("cuda", placement.local_rank)
+        device = torch.device("cuda", _gpu_index(placement))
         torch.cuda.set_device(device)
         keywords["device_id"] = device
         keywords["pg_options"] = _nccl_options(options)
