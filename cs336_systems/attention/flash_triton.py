@@ -45,7 +45,7 @@ def _launchers_for(q: Tensor) -> ModuleType:
 
 
 def _forward_into(
-    o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *dropout: float
+    o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *dropout: float | int
 ) -> None:
     """Fill o and lse; all tensors with four (lse: three) dimensions."""
     launchers = _launchers_for(q)

@@ -12,43 +12,9 @@ from cs336_systems.attention.triton_tiles import is_kept, is_visible, load_row, 
 
 
 @triton.jit
-def add_dkdv(
-    dk,  # (BLOCK_N, BLOCK_D) float32
-    dv,  # (BLOCK_N, BLOCK_D) float32
-    p_t,  # (BLOCK_N, BLOCK_M), the bits of q's dtype: Pᵀ
-    ds_t,  # (BLOCK_N, BLOCK_M), the bits of q's dtype: dSᵀ
-    q_tile,  # (BLOCK_M, BLOCK_D)
-    do_tile,  # (BLOCK_M, BLOCK_D)
-    k,  # (BLOCK_N, BLOCK_D)
-    dq_sum,  # with ONE_PASS: pointer to float32 (batch·heads·n_rows, BLOCK_D), or a descriptor of it
-    dq_row,  # the row of dq_sum that belongs to the tile's first query
-    ONE_PASS: tl.constexpr,
-    REDUCE_BY_TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """dV += Pᵀ dO; dK += dSᵀ q; with ONE_PASS also dQ += dS k, in memory."""
-    p_t = p_t.to(do_tile.dtype, bitcast=True)
-    ds_t = ds_t.to(q_tile.dtype, bitcast=True)
-    dv = tl.dot(p_t, do_tile, dv, input_precision=PRECISION)
-    dk = tl.dot(ds_t, q_tile, dk, input_precision=PRECISION)
-    if ONE_PASS:
-        dq = tl.dot(ds_t.T, k, input_precision=PRECISION)
-        if REDUCE_BY_TMA:
-            dq_sum.atomic_add([dq_row, 0], dq)
-        else:
-            tile = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            tl.atomic_add(dq_sum + dq_row.to(tl.int64) * BLOCK_D + tile, dq, sem="relaxed")
-    return dk, dv
-
-
-@triton.jit
 def accumulate_dkdv(
     dk,  # (BLOCK_N, BLOCK_D) float32
     dv,  # (BLOCK_N, BLOCK_D) float32
-    p_t,  # (BLOCK_N, BLOCK_M), the bits of q's dtype: with DELAY the last tile's, still to be multiplied
-    ds_t,  # (BLOCK_N, BLOCK_M), likewise
     k,  # (BLOCK_N, BLOCK_D)
     v,  # (BLOCK_N, BLOCK_D)
     q,  # the whole tensors: pointers or descriptors
@@ -58,7 +24,6 @@ def accumulate_dkdv(
     rows,  # (2·batch·heads, n_rows) float32, pointer or descriptor: lse in units of log2 (inf past n_queries), then D
     n_heads,  # batch·heads: the row of `rows` at which D starts
     n_rows,
-    dq_sum,  # with ONE_PASS: pointer to float32 (batch·heads·n_rows, BLOCK_D), or a descriptor of it
     batch,
     head,
     batch_head,
@@ -71,10 +36,6 @@ def accumulate_dkdv(
     dropout_scale,
     dropout,
     MASKED: tl.constexpr,
-    ONE_PASS: tl.constexpr,
-    REDUCE_BY_TMA: tl.constexpr,
-    DELAY: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -84,49 +45,32 @@ def accumulate_dkdv(
     PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """Add what queries begin … end contribute to dV and to dK (not yet scaled) of one tile of keys; with ONE_PASS add
-    the tile's contribution to their dQ (not yet scaled) in memory as well.
+    """Add what queries begin … end contribute to dV and to dK (not yet scaled) of one tile of keys.
 
-    Scores are transposed, (keys, queries): Pᵀ and dSᵀ are then left operands straight from registers.
+    Scores are transposed, (keys, queries): Pᵀ and dSᵀ are then left operands straight from registers. The order of
+    the products matters on sm_90: with dV's issued before dS is known, ptxas makes every wgmma wait for the last.
     """
     key_index = start_n + tl.arange(0, BLOCK_N)[:, None]
-    for start_m in tl.range(begin, end, BLOCK_M, num_stages=NUM_STAGES):
+    for start_m in tl.range(begin, end, BLOCK_M):
         query_index = start_m + tl.arange(0, BLOCK_M)[None, :]
         q_tile = load_tile(q, q_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
         scores_t = tl.dot(k, q_tile.T, input_precision=PRECISION)
         do_tile = load_tile(do, do_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
         dp_t = tl.dot(v, do_tile.T, input_precision=PRECISION)
-        if DELAY:
-            last_m = tl.maximum(start_m - BLOCK_M, 0)
-            last_q = load_tile(q, q_strides, batch, head, last_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
-            last_do = load_tile(
-                do, do_strides, batch, head, last_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA
-            )
-            dk, dv = add_dkdv(
-                dk, dv, p_t, ds_t, last_q, last_do, k, dq_sum, batch_head * n_rows + last_m,
-                ONE_PASS, REDUCE_BY_TMA, BLOCK_M, BLOCK_D, PRECISION,
-            )  # fmt: skip
         lse = load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
-        p = tl.exp2(scores_t * scale_log2 - lse[None, :])
+        p_t = tl.exp2(scores_t * scale_log2 - lse[None, :])
         if MASKED:
-            p = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p, 0.0)
-        p_kept = p
+            p_t = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p_t, 0.0)
+        p_kept_t = p_t
         if HAS_DROPOUT:
             kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
-            p_kept = tl.where(kept, p, 0.0)
+            p_kept_t = tl.where(kept, p_t, 0.0)
             dp_t = tl.where(kept, dp_t * dropout_scale, 0.0)
         delta = load_row(rows, n_heads + batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
-        ds = (p * (dp_t - delta[None, :])).to(q_tile.dtype).to(ds_t.dtype, bitcast=True)
-        p_bits = p_kept.to(q_tile.dtype).to(p_t.dtype, bitcast=True)
-        if DELAY:
-            p_t = p_bits
-            ds_t = ds
-        else:
-            dk, dv = add_dkdv(
-                dk, dv, p_bits, ds, q_tile, do_tile, k, dq_sum, batch_head * n_rows + start_m,
-                ONE_PASS, REDUCE_BY_TMA, BLOCK_M, BLOCK_D, PRECISION,
-            )  # fmt: skip
-    return dk, dv, p_t, ds_t
+        ds_t = p_t * (dp_t - delta[None, :])
+        dv = tl.dot(p_kept_t.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        dk = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
 
 
 @triton.jit

@@ -1,57 +1,53 @@
 """From tensors to kernel launches: what the FlashAttention-2 kernels are told about a call, and in which order they run.
 
-This is the only host code between `flash_triton.py` and the kernels; it is kept lean, as below a length of about 1,024
-launches and host work take longer than the kernels.
+This is the only host code between `flash_triton.py` and the kernels. Below a length of about 4,096 it takes longer
+than they do, so it is kept lean: no PyTorch operator but allocations, and `_launch` skips Triton's own dispatch.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.triton_backward import (
-    _flash_backward_kernel,
-    _flash_convert_dq_kernel,
-    _flash_preprocess_kernel,
+from cs336_systems.attention.triton_backward import flash_backward_kernel, flash_preprocess_kernel
+from cs336_systems.attention.triton_forward import flash_combine_kernel, flash_forward_kernel
+from cs336_systems.attention.triton_tuning import (
+    INTERPRETER,
+    Gpu,
+    KernelConfig,
+    Plan,
+    Problem,
+    choose,
+    choose_backward,
+    chunk_size,
+    wants_tma,
 )
-from cs336_systems.attention.triton_forward import _flash_forward_kernel
-from cs336_systems.attention.triton_tuning import KernelConfig, Plan, choose_backward_plan, choose_config
 
-# Rows of the backward pass's per-row buffers are padded to a multiple of this, the largest tile of queries.
+# Rows of the backward pass's per-row buffer are padded to a multiple of this, the largest tile of queries.
 ROW_PADDING = 128
-
-
-class Problem(NamedTuple):
-    """One call, as the kernels and the choice of their configuration see it."""
-
-    batch: int
-    heads: int
-    group: int  # query heads to a key/value head
-    n_queries: int
-    n_keys: int
-    head_dim: int
-    block_d: int  # head_dim padded to a power of two, at least 16, for tl.dot
-    dtype: torch.dtype
-    is_causal: bool
-    scale: float
-    dropout_p: float
-    seed: int
-    offset: int
-    precision: str  # tl.dot's input_precision
-    arch: int  # compute capability, 90 for sm_90; 0 in the interpreter
-
-
 _LOG2_E = 1.4426950408889634
 _SMALLEST_SCALE = 1e-30
 
+# The kernels around the main ones are bound by memory; small tiles spread short sequences over the card.
+_ROWS_OF_MEMORY_BOUND_TILES = 16
+_MEMORY_BOUND = KernelConfig(block_own=16, block_step=16, num_warps=4, num_stages=1)
+
+_compiled: dict[tuple, Any] = {}
+_MAX_COMPILED = 4096  # keys hold strides, so every new length adds one: it must not grow for ever
+
 
 @functools.cache
-def _arch_of(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def _gpu_of(device: torch.device) -> Gpu:
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(
+        name=properties.name,
+        arch=10 * properties.major + properties.minor,
+        n_sm=properties.multi_processor_count,
+        shared_memory_bytes=properties.shared_memory_per_block_optin,
+    )
 
 
 @functools.cache
@@ -60,11 +56,13 @@ def _block_d_of(head_dim: int) -> int:
 
 
 def _dot_precision(dtype: torch.dtype, arch: int) -> str:
-    """tl.dot's input_precision. Float32 honours torch's setting: "tf32" if it allows that, else three TF32 products
-    a product ("tf32x3"), which keep float32's accuracy on tensor cores. Before sm_80 there is no TF32."""
+    """tl.dot's input_precision. Float32 honours torch's setting: "tf32" where that allows it, else "bf16x6", six
+    products of bfloat16 parts, which is as accurate as float32 arithmetic and runs on tensor cores (measured: error
+    against float64 half of SDPA's; TF32 in three parts is a little slower and less accurate). Before sm_80, float32
+    products are float32's own."""
     if dtype != torch.float32 or arch < 80:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
 
 
 def make_problem(
@@ -73,7 +71,7 @@ def make_problem(
     """What the kernels need to know of q (batch, heads, n_queries, head_dim), k (batch, kv_heads, n_keys, head_dim)
     and the call. scale must not be negative."""
     batch, heads, n_queries, head_dim = q.shape
-    arch = _arch_of(q.device) if q.is_cuda else 0
+    gpu = _gpu_of(q.device) if q.is_cuda else INTERPRETER
     return Problem(
         batch=batch,
         heads=heads,
@@ -86,48 +84,103 @@ def make_problem(
         is_causal=is_causal,
         scale=max(scale, _SMALLEST_SCALE),  # -inf·0, of a masked score, would be NaN
         dropout_p=dropout_p,
+        dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
         seed=seed,
         offset=offset,
-        precision=_dot_precision(q.dtype, arch),
-        arch=arch,
+        precision=_dot_precision(q.dtype, gpu.arch),
+        gpu=gpu,
     )
 
 
-def _step_operands(config: KernelConfig, block_d: int, *tensors: Tensor) -> tuple[bool, tuple]:
-    """The tensors as tensor descriptors where the configuration wants them and every tensor's layout allows: unit
-    last stride, everything else 16-byte aligned. Otherwise the tensors themselves, which the kernels take as pointers.
+def _launch(
+    kernel: Any,
+    n_programs: int,
+    config: KernelConfig,
+    tensors: tuple[Any, ...],  # tensors, or tensor descriptors
+    strides: tuple[tuple[int, ...], ...],
+    numbers: tuple[float, ...],  # what the kernel declares do_not_specialize, and floats
+    constants: tuple[Any, ...],  # the kernel's tl.constexpr parameters
+) -> None:
+    """kernel[(n_programs,)](*tensors, *strides, *numbers, *constants), compiled as config says.
+
+    Triton's own dispatch examines every argument at every launch. All that it specialises on here is dtypes, constants,
+    strides, whether pointers are 16-byte aligned, and the device: so the compiled kernel is kept by those, for aligned
+    pointers, and launched directly. Other pointers, launch hooks (a profiler's) and the interpreter take Triton's way.
     """
-    if not config.use_tma:
-        return False, tensors
-    for x in tensors:
-        unit = 16 // x.element_size()
-        *outer, last = x.stride()
-        if last != 1 or x.data_ptr() % 16 or any(stride % unit or stride == 0 for stride in outer):
-            return False, tensors
-    block = [1, 1, config.block_step, block_d]
-    return True, tuple(TensorDescriptor(x, x.shape, x.stride(), block) for x in tensors)
+    device = tensors[0].get_device()
+    key = (kernel, device, config, strides, constants, tuple([x.dtype for x in tensors if isinstance(x, Tensor)]))
+    compiled = _compiled.get(key)
+    arguments = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+    is_aligned = not any([pointer & 15 for pointer in arguments if isinstance(pointer, int)])
+    hooks = triton.knobs.runtime
+    if compiled is None or not is_aligned or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        compiled = kernel[(n_programs,)](
+            *tensors, *strides, *numbers, *constants, num_warps=config.num_warps, num_stages=config.num_stages
+        )
+        if compiled is not None and is_aligned:
+            if len(_compiled) >= _MAX_COMPILED:
+                _compiled.clear()
+            _compiled[key] = compiled
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(
+        n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        *arguments, *strides, *numbers, *constants,
+    )  # fmt: skip
 
 
-def _dropout_scale(problem: Problem) -> float:
-    return 1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1.0 else 0.0
+def _tma_ready(x: Tensor) -> bool:
+    """Whether a tensor descriptor can describe x: unit last stride, everything else 16-byte aligned."""
+    unit = 16 // x.element_size()
+    *outer, last = x.stride()
+    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % unit == 0 and stride > 0 for stride in outer)
+
+
+def _descriptors(rows: int, block_d: int, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
+    return tuple(TensorDescriptor(x, x.shape, x.stride(), [1, 1, rows, block_d]) for x in tensors)
 
 
 def launch_flash_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, config: KernelConfig | None = None
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    config: KernelConfig | None = None,
+    n_chunks: int | None = None,
 ) -> None:
     """Fill o and lse. q (batch, heads, n_queries, head_dim), k, v (batch, kv_heads, n_keys, head_dim), all of one
-    dtype; o like q; lse (batch, heads, n_queries) float32, contiguous. `config` overrides the tuned choice."""
-    config = config or choose_config("forward", problem)
-    use_tma, (k_step, v_step) = _step_operands(config, problem.block_d, k, v)
-    grid = (-(-problem.n_queries // config.block_own) * problem.batch * problem.heads,)
-    _flash_forward_kernel[grid](
-        q, k_step, v_step, o, lse, q.stride(), k.stride(), v.stride(), o.stride(),
-        problem.heads, problem.n_queries, problem.n_keys, problem.scale * _LOG2_E,
-        problem.dropout_p, _dropout_scale(problem), problem.seed, problem.offset,
-        problem.group, problem.is_causal, problem.dropout_p > 0, problem.head_dim, problem.block_d, problem.precision,
-        config.block_own, config.block_step, use_tma, config.delay,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    dtype; o like q; lse (batch, heads, n_queries) float32, contiguous. `config` and `n_chunks` (into how many chunks
+    keys are cut, at most) override the tuned choice."""
+    if config is None:
+        config = choose("forward", problem, wants_tma(problem) and _tma_ready(k) and _tma_ready(v))
+    own, step = config.block_own, config.block_step
+    n_blocks = -(-problem.n_queries // own) * problem.batch * problem.heads
+    chunk_keys = chunk_size(problem, config, n_blocks, n_chunks)
+    n_chunks = -(-problem.n_keys // chunk_keys)
+    o_chunks, lse_chunks = o, lse
+    if n_chunks > 1:
+        o_chunks = torch.empty((n_chunks * o.shape[0], *o.shape[1:]), dtype=torch.float32, device=o.device)
+        lse_chunks = torch.empty((n_chunks, *lse.shape), dtype=torch.float32, device=o.device)
+    k_step, v_step = _descriptors(step, problem.block_d, k, v) if config.use_tma else (k, v)
+    _launch(
+        flash_forward_kernel, n_blocks * n_chunks, config,
+        (q, k_step, v_step, o_chunks, lse_chunks),
+        (q.stride(), k.stride(), v.stride(), o_chunks.stride()),
+        (problem.batch, problem.heads, problem.n_queries, problem.n_keys, chunk_keys, problem.scale * _LOG2_E,
+         problem.dropout_p, problem.dropout_scale, problem.seed, problem.offset),
+        (problem.group, problem.is_causal, problem.dropout_p > 0, problem.head_dim, problem.block_d, problem.precision,
+         own, step, config.use_tma),
     )  # fmt: skip
+    if n_chunks > 1:
+        rows = _ROWS_OF_MEMORY_BOUND_TILES
+        _launch(
+            flash_combine_kernel, -(-problem.n_queries // rows) * problem.batch * problem.heads, _MEMORY_BOUND,
+            (o_chunks, lse_chunks, o, lse), (o_chunks.stride(), o.stride()),
+            (problem.batch, problem.heads, problem.n_queries, n_chunks),
+            (problem.head_dim, problem.block_d, rows),
+        )  # fmt: skip
 
 
 def launch_flash_backward(
@@ -147,48 +200,38 @@ def launch_flash_backward(
 ) -> None:
     """Fill dq if it is needed, dk and dv if either is. Shapes and dtypes as in the forward pass: do, dq like q; dk like
     k; dv like v. `plan` overrides the tuned choice of kernels and their configurations."""
-    plan = plan or choose_backward_plan(problem)
-    one_pass = any(name == "one_pass" for name, _ in plan) and needs_dq
+    if plan is None:
+        use_tma = wants_tma(problem) and _tma_ready(q) and _tma_ready(k) and _tma_ready(v)
+        if use_tma and not _tma_ready(do):
+            do = do.contiguous()  # o.sum().backward() gives an expanded do: one copy buys descriptors for every tile
+        plan = choose_backward(problem, use_tma and _tma_ready(do))
     batch_heads = problem.batch * problem.heads
     n_rows = -(-problem.n_queries // ROW_PADDING) * ROW_PADDING
     rows = torch.empty((2 * batch_heads, n_rows), dtype=torch.float32, device=q.device)
-    dq_sum = rows  # never touched unless there is one pass
-    if one_pass:
-        dq_sum = torch.empty((batch_heads * n_rows, problem.block_d), dtype=torch.float32, device=q.device)
-    # Both kernels around the main ones are bound by memory: whole rows, about 8 KiB a tile.
-    block_rows = max(16, min(ROW_PADDING, 4096 // problem.block_d))
-    _flash_preprocess_kernel[(n_rows // block_rows * batch_heads,)](
-        o, do, lse, rows, dq_sum, o.stride(), do.stride(), problem.heads, problem.n_queries, n_rows,
-        problem.head_dim, problem.block_d, block_rows, one_pass, num_warps=4,
+    _launch(
+        flash_preprocess_kernel, n_rows // _ROWS_OF_MEMORY_BOUND_TILES * batch_heads, _MEMORY_BOUND,
+        (o, do, lse, rows), (o.stride(), do.stride()), (problem.heads, problem.n_queries, n_rows),
+        (problem.head_dim, problem.block_d, _ROWS_OF_MEMORY_BOUND_TILES),
     )  # fmt: skip
     for name, config in plan:
-        run_dkdv = name != "dq" and (needs_dkdv or one_pass)
-        run_dq = needs_dq and name in ("dq", "fused")
-        key_programs = -(-problem.n_keys // config.block_own) * problem.batch * (problem.heads // problem.group)
-        query_programs = -(-problem.n_queries // config.block_own) * batch_heads
+        own, step = config.block_own, config.block_step
+        run_dkdv = needs_dkdv and name != "dq"
+        run_dq = needs_dq and name != "dkdv"
+        key_programs = -(-problem.n_keys // own) * problem.batch * (problem.heads // problem.group)
+        query_programs = -(-problem.n_queries // own) * batch_heads
         n_programs = run_dkdv * key_programs + run_dq * query_programs
         if not n_programs:
             continue
-        use_tma, step = _step_operands(config, problem.block_d, q, k, v, do)
-        rows_step = rows
-        if use_tma:
-            rows_step = TensorDescriptor(rows, rows.shape, rows.stride(), [1, config.block_step])
-        dq_target = dq_sum
-        if one_pass and config.reduce_by_tma:
-            dq_target = TensorDescriptor(dq_sum, dq_sum.shape, dq_sum.stride(), [config.block_step, problem.block_d])
-        _flash_backward_kernel[(n_programs,)](
-            q, k, v, do, *step, rows_step, rows, dq, dk, dv, dq_target,
-            q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), dk.stride(), dv.stride(),
-            problem.batch, problem.heads, problem.n_queries, problem.n_keys, n_rows,
-            problem.scale, problem.scale * _LOG2_E,
-            problem.dropout_p, _dropout_scale(problem), problem.seed, problem.offset,
-            problem.group, problem.is_causal, problem.dropout_p > 0,
-            problem.head_dim, problem.block_d, problem.precision,
-            config.block_own, config.block_step, use_tma, run_dkdv, run_dq, one_pass, config.reduce_by_tma, config.delay, config.num_stages,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-    if one_pass:
-        _flash_convert_dq_kernel[(-(-problem.n_queries // block_rows) * batch_heads,)](
-            dq_sum, dq, dq.stride(), problem.heads, problem.n_queries, n_rows, problem.scale,
-            problem.head_dim, problem.block_d, block_rows, num_warps=4,
+        stepped = (q, k, v, do, rows)
+        if config.use_tma:
+            rows_step = TensorDescriptor(rows, rows.shape, rows.stride(), [1, step])
+            stepped = (*_descriptors(step, problem.block_d, q, k, v, do), rows_step)
+        _launch(
+            flash_backward_kernel, n_programs, config,
+            (q, k, v, do, *stepped, rows, dq, dk, dv),
+            (q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), dk.stride(), dv.stride()),
+            (problem.batch, problem.heads, problem.n_queries, problem.n_keys, n_rows, problem.scale,
+             problem.scale * _LOG2_E, problem.dropout_p, problem.dropout_scale, problem.seed, problem.offset),
+            (problem.group, problem.is_causal, problem.dropout_p > 0, problem.head_dim, problem.block_d,
+             problem.precision, own, step, config.use_tma, run_dkdv, run_dq),
         )  # fmt: skip

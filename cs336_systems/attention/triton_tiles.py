@@ -10,16 +10,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.constexpr_function
-def same_width_int(dtype):
-    """int16 for float16 and bfloat16, int32 for float32.
-
-    A tile that one iteration hands to the next as the left operand of a product travels as an integer: the compiler
-    would move a float one through shared memory and wait for it there, but leaves one that is bitcast in registers.
-    """
-    return tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
-
-
 @triton.jit
 def load_tile(
     x,  # pointer to element (0, 0, 0, 0) of a (batch, heads, length, head_dim) tensor, or a descriptor of the tensor

@@ -1,31 +1,159 @@
-"""Tile sizes, warps and pipeline depth of the FlashAttention-2 kernels, by GPU architecture, head_dim, dtype and pass.
+"""Which configuration the FlashAttention-2 kernels run in: tile sizes, warps and pipeline depth, by GPU architecture,
+head_dim, dtype and pass.
+
+The tables below are all that a user's call looks at: every process and every rank chooses the same. Hopper's rows were
+measured on an H200; the others are the largest tiles that fit a card's shared memory and registers, and the tests
+compile every one of them for every architecture. For another card, `triton_autotune.py` measures, when asked to.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Pass = Literal["forward", "dkdv", "dq", "fused", "one_pass"]
+import torch
+
+Pass = Literal["forward", "dkdv", "dq", "fused"]
 
 
-@dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(NamedTuple):
     """How a kernel is cut into tiles and compiled."""
 
-    block_own: int  # rows of the tile that a program owns: queries in forward and dq, keys in dkdv and one_pass
+    block_own: int  # rows of the tile that a program owns: queries in forward and dq, keys in dkdv
     block_step: int  # rows of the tiles that it steps through
     num_warps: int
     num_stages: int
-    use_tma: bool = False  # fetch the stepped-through tiles by tensor descriptor (sm_90 and later)
-    delay: bool = False  # run the last products of a tile during the softmax of the next
-    reduce_by_tma: bool = False  # one_pass: add to dQ by tensor descriptor instead of by atomics (sm_90 and later)
+    use_tma: bool = False  # fetch the stepped-through tiles by tensor descriptor (sm_90)
 
 
-def choose_config(pass_name, problem) -> KernelConfig:
-    return KernelConfig(64, 64, 4, 2)
-
-
+# What the backward pass launches after the preprocess: ("dkdv", …) and ("dq", …), or both at once: ("fused", …).
 Plan = tuple[tuple[Pass, KernelConfig], ...]
 
 
-def choose_backward_plan(problem) -> Plan:
-    return (("dkdv", choose_config("dkdv", problem)), ("dq", choose_config("dq", problem)))
+class Gpu(NamedTuple):
+    """What a choice depends on of the card."""
+
+    name: str
+    arch: int  # compute capability, 90 for sm_90; 0 is Triton's interpreter
+    n_sm: int
+    shared_memory_bytes: int  # that one program can have
+
+
+INTERPRETER = Gpu("Triton's interpreter", 0, 1, 1 << 30)
+
+
+class Problem(NamedTuple):
+    """One call, as the kernels and the choice of their configuration see it."""
+
+    batch: int
+    heads: int
+    group: int  # query heads to a key/value head
+    n_queries: int
+    n_keys: int
+    head_dim: int
+    block_d: int  # head_dim padded to a power of two, at least 16, for tl.dot
+    dtype: torch.dtype
+    is_causal: bool
+    scale: float
+    dropout_p: float
+    dropout_scale: float  # 1 / (1 - dropout_p)
+    seed: int
+    offset: int
+    precision: str  # tl.dot's input_precision
+    gpu: Gpu
+
+
+def _rows(table: dict[Pass, list[tuple[int, int, int, int]]], use_tma: bool) -> dict[tuple[Pass, int], KernelConfig]:
+    return {
+        (name, block_d): KernelConfig(*row, use_tma)
+        for name, rows in table.items()
+        for block_d, row in zip((16, 32, 64, 128, 256), rows, strict=True)
+    }
+
+
+# Rows: (block_own, block_step, num_warps, num_stages) for head_dim up to 16, 32, 64, 128, 256.
+_HOPPER_16_BIT = _rows(
+    {
+        "forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
+        "dkdv": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 1)],
+        "dq": [(64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 1)],
+        "fused": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 1)],
+    },
+    use_tma=True,
+)
+_HOPPER_32_BIT = _rows(
+    {
+        "forward": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 8, 1), (32, 16, 4, 1)],
+        "dkdv": [(64, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2), (64, 16, 8, 1), (16, 16, 8, 1)],
+        "dq": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1)],
+        "fused": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1)],
+    },
+    use_tma=True,
+)
+_ANY_16_BIT = _rows(
+    {
+        "forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 1)],
+        "dkdv": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
+        "dq": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)],
+        "fused": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
+    },
+    use_tma=False,
+)
+_ANY_32_BIT = _rows(
+    {
+        "forward": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 4, 1)],
+        "dkdv": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1)],
+        "dq": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1)],
+        "fused": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1)],
+    },
+    use_tma=False,
+)
+# Triton 3.6 has no tensor-core products for sm_75: its dots are scalar, and tiles of 64 spill.
+_TURING = _rows(
+    dict.fromkeys(
+        ("forward", "dkdv", "dq", "fused"),
+        [(32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)],
+    ),
+    use_tma=False,
+)
+_INTERPRETER = KernelConfig(32, 32, 4, 1)
+
+
+def wants_tma(problem: Problem) -> bool:
+    """Whether tensor descriptors pay: they save address arithmetic, and cost about 3 µs of host time each."""
+    n_scores = problem.batch * problem.heads * problem.n_queries * problem.n_keys
+    return problem.gpu.arch == 90 and n_scores >= 1 << 26
+
+
+def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
+    """The configuration of one pass; use_tma says that descriptors can and shall be used."""
+    arch = problem.gpu.arch
+    if arch == 0:
+        return _INTERPRETER
+    is_16_bit = problem.dtype.itemsize == 2
+    if arch < 80:
+        table = _TURING
+    elif use_tma:
+        table = _HOPPER_16_BIT if is_16_bit else _HOPPER_32_BIT
+    else:
+        table = _ANY_16_BIT if is_16_bit else _ANY_32_BIT
+    return table[name, problem.block_d]
+
+
+def choose_backward(problem: Problem, use_tma: bool) -> Plan:
+    """One launch for dK, dV and dQ where the programs of either would leave much of the card idle, else two."""
+    config = choose("fused", problem, use_tma)
+    rows = problem.heads * problem.n_queries + problem.heads // problem.group * problem.n_keys
+    if problem.gpu.arch == 0 or problem.batch * rows <= 8 * problem.gpu.n_sm * config.block_own:
+        return (("fused", config),)
+    return (("dkdv", choose("dkdv", problem, use_tma)), ("dq", choose("dq", problem, use_tma)))
+
+
+def chunk_size(problem: Problem, config: KernelConfig, n_blocks: int, n_chunks: int | None = None) -> int:
+    """How many keys one program of the forward pass attends to: all, unless n_blocks tiles of queries (and heads, and
+    batch) are too few for the card, or n_chunks is given."""
+    if n_chunks is None:
+        n_chunks = 1
+        if n_blocks < problem.gpu.n_sm:
+            n_chunks = min(8, 4 * problem.gpu.n_sm // n_blocks, problem.n_keys // 256)
+    if n_chunks <= 1:
+        return problem.n_keys
+    granule = max(config.block_own, config.block_step)
+    return -(-problem.n_keys // (n_chunks * granule)) * granule
