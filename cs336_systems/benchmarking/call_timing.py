@@ -38,12 +38,12 @@ def time_calls(
         from triton.testing import do_bench
 
         return do_bench(call, warmup=warmup_ms, rep=rep_ms, grad_to_none=grad_to_none, return_mode="all")
+    warm_until = time.perf_counter() + warmup_ms / 1e3
     call()
-    estimate_ms = max(time_once(call, device), 1e-3)
-    for _ in range(max(1, int(warmup_ms / estimate_ms))):
+    while time.perf_counter() < warm_until:
         call()
-    times = []
-    for _ in range(max(1, int(rep_ms / estimate_ms))):
+    times: list[float] = []
+    while not times or sum(times) < rep_ms:
         drop_gradients(grad_to_none)
         times.append(time_once(call, device))
     return times
