@@ -57,7 +57,7 @@ class Bucket(ABC):
     """Parameters of one dtype whose gradients travel as one collective, with `n_flags` elements behind them.
 
     Once per backward pass: `take(i)` as parameter i's gradient becomes ready, `launch`, `finish`, then read
-    `averaged[i]`, which holds parameter i's average also where its `.grad` is None, and `release`.
+    `averaged[i]`, which holds parameter i's average also where its `.grad` is None, and `flags`, and `release`.
 
     With `comm_dtype` the gradients travel in that dtype, and are summed in it.
     """
@@ -67,6 +67,7 @@ class Bucket(ABC):
     ) -> None:
         self.parameters = list(parameters)
         self.averaged: list[Tensor] = []
+        self.flags = parameters[0].detach().new_empty(0)
         self._group = group
         own = parameters[0].dtype
         self._dtype = comm_dtype if comm_dtype is not None and own.is_floating_point else own
@@ -84,11 +85,6 @@ class Bucket(ABC):
         assert self._done is not None
         self._done.wait()
         self._done = None
-
-    @property
-    @abstractmethod
-    def flags(self) -> Inexact[Tensor, " flags"]:
-        """The averaged flags."""
 
     def release(self) -> None:  # noqa: B027
         """Hold on to no gradient until the next launch."""
@@ -111,7 +107,7 @@ class FlatBucket(Bucket):
             offsets.append(end)
             end += -(-parameter.numel() // alignment) * alignment
         self.buffer = parameters[0].detach().new_zeros(end + n_flags)
-        self._flags = self.buffer[end:]
+        self.flags = self.buffer[end:]
         self.averaged = [
             # With the strides that autograd gives to a gradient it makes anew.
             self.buffer.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
@@ -137,7 +133,7 @@ class FlatBucket(Bucket):
         for i in range(len(self.parameters)):
             self.take(i)  # nothing to do for those that were taken
         if flags is not None:
-            self._flags.copy_(flags)
+            self.flags.copy_(flags)
         if self._dtype == self.buffer.dtype:
             self._done = average_(self.buffer, self._group, async_op=True)
             return
@@ -146,10 +142,6 @@ class FlatBucket(Bucket):
         assert work is not None
         # On a GPU the copy home runs on a stream of its own, beside backward.
         self._done = work.get_future().then(lambda _: self.buffer.copy_(travelling))
-
-    @property
-    def flags(self) -> Inexact[Tensor, " flags"]:
-        return self._flags
 
 
 class CoalescedBucket(Bucket):
@@ -160,9 +152,11 @@ class CoalescedBucket(Bucket):
             parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             for parameter in self.parameters
         ]
-        self._flags = flags if flags is not None else self.averaged[0].new_empty(0)
-        home = [*self.averaged, self._flags] if flags is not None else self.averaged
-        travelling = [tensor.to(self._dtype).contiguous() for tensor in home]  # the same tensor where it will do
+        home = self.averaged
+        if flags is not None:
+            self.flags = flags
+            home = [*home, flags]
+        travelling = [tensor if self._can_travel(tensor) else tensor.to(self._dtype).contiguous() for tensor in home]
         work = average_coalesced_(travelling, self._group)
         away = [i for i in range(len(home)) if travelling[i] is not home[i]]
         if not away:
@@ -172,9 +166,8 @@ class CoalescedBucket(Bucket):
             lambda _: torch._foreach_copy_([home[i] for i in away], [travelling[i] for i in away])
         )
 
-    @property
-    def flags(self) -> Inexact[Tensor, " flags"]:
-        return self._flags
+    def _can_travel(self, tensor: Tensor) -> bool:
+        return tensor.dtype == self._dtype and tensor.is_contiguous()
 
     def release(self) -> None:
         self.averaged = []
