@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import flash_attention, implementations, operators
@@ -66,6 +67,8 @@ def test_a_query_with_nothing_to_attend(implementation, device):
     assert (o == 0).all()
     assert (dq == 0).all()
     assert dk.shape == dv.shape == k.shape
+    _, lse = operators.flash_attention_forward(q, k, v, False, 1.0, 0.0, None, implementation)
+    assert (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("implementation", ["pytorch", "reference", "sdpa"])
@@ -298,6 +301,20 @@ def test_strides_of_the_results_are_those_promised_to_the_compiler():
         fake = flash_attention(*(mode.from_tensor(x) for x in (q, k, v)))
         assert (fake.shape, fake.dtype, fake.stride()) == (o.shape, o.dtype, o.stride())
     assert flash_attention(*(x.to("meta") for x in (q, k, v))).shape == o.shape
+
+
+def test_a_dispatch_mode_sees_the_operators():
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    q, k, v = make_inputs(1, 6, 4)
+    with Record():
+        flash_attention(q, k, v).sum().backward()
+    assert operators.flash_attention_forward in seen
+    assert operators.flash_attention_backward in seen
 
 
 @pytest.mark.usefixtures("annotations_unchecked")
