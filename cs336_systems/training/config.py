@@ -189,6 +189,12 @@ class TrainConfig(TrainArguments):
                 self.device,
                 "each rank takes the card of its number: must be auto, cpu or cuda",
             )
+        check(
+            self.parallel != "fsdp" or self.compile == "off",
+            "compile",
+            self.compile,
+            "must be off with --parallel fsdp, whose layers must not be compiled over",
+        )
         check(self.bucket_size_mb > 0, "bucket_size_mb", self.bucket_size_mb, "must be above 0")
         check(
             not self.sharded_optimizer or self.parallel in ("ddp", "bucketed"),
@@ -242,7 +248,7 @@ FREE_ON_RESUME = frozenset(
         "compile",
         "attention",
         "accumulation_steps",
-        "parallel",  # but for fsdp, whose optimizer's state lies in the ranks' parts
+        "parallel",
         "processes",
         "bucket_size_mb",
         "sharded_optimizer",

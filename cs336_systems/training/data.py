@@ -99,8 +99,9 @@ def training_batch(
     ranks and micro-batches divides the same batch.
     """
     with torch.random.fork_rng(devices=[]):
-        # Only the CPU's generator, from which get_batch draws; torch.manual_seed would seed the cards' too.
-        torch.default_generator.manual_seed((seed << 32) + step)
+        # Only the CPU's generator, from which get_batch draws; torch.manual_seed would seed the cards' too. It looks at
+        # 32 bits: multiplied by an odd number, seeds start far from each other, and a run's steps are all different.
+        torch.default_generator.manual_seed((seed * 0x9E3779B1 + step) % 2**32)
         return get_batch(tokens, batch_size, context_length, device)
 
 

@@ -166,7 +166,7 @@ class _Loop:
     def _save(self, step: int) -> None:
         state = self.trainer.state()
         if state is not None:
-            config = plain_config(self.config) | {"world_size": self.trainer.model.world_size}
+            config = plain_config(self.config)
             self.checkpoint = save_checkpoint(
                 self.config.out, step, state, config, self.tokens.sha256, self.config.keep_checkpoints
             )

@@ -78,8 +78,8 @@ class LossScaler:
 
 
 @torch.no_grad()
-def zero_gradient_counts(model: nn.Module) -> tuple[Float[Tensor, ""], int]:
-    """How many gradient elements are exactly zero, and of how many.
+def zero_gradient_counts(model: nn.Module) -> Float[Tensor, " 2"]:
+    """How many gradient elements are exactly zero, and how many there are.
 
     The token embedding is left out: a token that the batch does not have has a zero gradient in any precision. Of the
     others next to none is zero in float32, so in float16 their share is what underflow has cost.
@@ -90,4 +90,4 @@ def zero_gradient_counts(model: nn.Module) -> tuple[Float[Tensor, ""], int]:
         if parameter.grad is not None and "token_embeddings" not in name
     ]
     zeros = torch.stack([(gradient == 0).sum() for gradient in gradients]).sum()
-    return zeros.double() if zeros.device.type != "mps" else zeros.float(), sum(g.numel() for g in gradients)
+    return torch.stack([zeros, zeros.new_tensor(sum(gradient.numel() for gradient in gradients))]).float()

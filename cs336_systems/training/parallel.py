@@ -6,7 +6,6 @@ A scheme is imported when it is asked for. With none, everything here does nothi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cs336_systems.training.config import TrainConfig
+
+AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Where each scheme is: module, and class.
 _SCHEMES = {
@@ -62,8 +63,12 @@ class ParallelModel:
         self.wrapped: Any = model
         if config.parallel != "none":
             scheme = _load(*_SCHEMES[config.parallel])
-            keywords = {"bucket_size_mb": config.bucket_size_mb} if config.parallel == "bucketed" else {}
-            self.wrapped = scheme(model, **keywords)
+            options = {
+                "bucketed": {"bucket_size_mb": config.bucket_size_mb},
+                # Weights and gradients travel in the low precision too; what each rank keeps is float32.
+                "fsdp": {"compute_dtype": AUTOCAST_DTYPE.get(config.precision)},
+            }
+            self.wrapped = scheme(model, **options.get(config.parallel, {}))
         self.is_fsdp = config.parallel == "fsdp"
 
     def make_optimizer(self, optimizer_class: type[torch.optim.Optimizer], **keywords: Any) -> torch.optim.Optimizer:
@@ -73,7 +78,8 @@ class ParallelModel:
         return optimizer_class(self.wrapped.parameters(), **keywords)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Around every micro-batch of a step but the last: gradients stay on this rank."""
+        """Around every micro-batch of a step but the last: gradients stay on this rank, but for fsdp, whose gradients
+        are divided over the ranks after each."""
         return self.wrapped.no_sync() if hasattr(self.wrapped, "no_sync") else nullcontext()
 
     def finish_gradients(self) -> None:
@@ -85,6 +91,8 @@ class ParallelModel:
     def clip_gradients(self, max_norm: float) -> Float[Tensor, ""]:
         """Scales all gradients by min(1, max_norm / (norm + 1e-6)), as `cs336_basics.nn_utils.clip_gradient` does, and
         returns the norm from before: of the whole model's gradients, of which a rank may hold only a part."""
+        if self.is_fsdp:
+            return self.wrapped.clip_grad_norm_(max_norm)
         gradients = [parameter.grad for parameter in self.wrapped.parameters() if parameter.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
         norm = torch.linalg.vector_norm(norms)
@@ -99,29 +107,27 @@ class ParallelModel:
             dist.all_reduce(values)
         return values
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's parameters and buffers under the bare model's names, on every rank; collective for fsdp."""
-        gather: Callable[[], dict[str, Tensor]] = (
-            self.wrapped.gather_full_params if self.is_fsdp else self.bare.state_dict
-        )
-        return gather()
+    # ---- Whole states: a checkpoint fits every scheme and every number of ranks --------------------------------------
 
-    def optimizer_states(self, optimizer: torch.optim.Optimizer) -> list[Any] | None:
-        """The whole state in a list of one, or under fsdp each rank's; on rank 0 (elsewhere unspecified). Collective
-        for fsdp and a sharded optimizer."""
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers under the bare model's names, on rank 0. Collective for fsdp."""
+        return self.wrapped.full_state_dict(to_rank=0) if self.is_fsdp else self.bare.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state that the bare model's optimizer would have, on rank 0. Collective for fsdp and a sharded one."""
+        if self.is_fsdp:
+            return _fsdp_state().full_optimizer_state_dict(self.wrapped, optimizer, to_rank=0)
         if self.config.sharded_optimizer:
-            return [optimizer.state_dict(to_rank=0)]  # ty: ignore[unknown-argument]
-        if not self.is_fsdp:
-            return [optimizer.state_dict()]
-        gathered = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(_on_cpu(optimizer.state_dict()), gathered)
-        return gathered
+            return optimizer.state_dict(to_rank=0)  # ty: ignore[unknown-argument]
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Takes this rank's part of what `optimizer_state` returned; every rank is given the same."""
+        if self.is_fsdp:
+            _fsdp_state().load_optimizer_state_dict(self.wrapped, optimizer, state)
+        else:
+            optimizer.load_state_dict(state)
 
 
-def _on_cpu(tree: Any) -> Any:
-    """Tensors of nested dicts and lists, copied to the CPU: what ranks send each other must not name a card."""
-    if isinstance(tree, Tensor):
-        return tree.cpu()
-    if isinstance(tree, dict):
-        return {key: _on_cpu(value) for key, value in tree.items()}
-    return [_on_cpu(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
+def _fsdp_state() -> Any:
+    return importlib.import_module("cs336_systems.distributed.fsdp_state")

@@ -73,7 +73,7 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
     tokens = prepare_tokens(config.data, config.token_dtype, vocab_size, config.ctx, config.validation_share)
     checkpoint = load_newest(config.out)[0] if config.resume else None
     if checkpoint is not None:
-        _check_same_run(checkpoint, config, tokens, world_size)
+        _check_same_run(checkpoint, config, tokens)
     return device, world_size, tokens
 
 
@@ -114,18 +114,9 @@ def _world_size(config: TrainConfig, device: str) -> int:
     return world_size
 
 
-def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile, world_size: int) -> None:
+def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile) -> None:
     begun, now = checkpoint.config, plain_config(config)
-    compared = {name for name in now if name not in FREE_ON_RESUME}
-    if "fsdp" in (begun.get("parallel"), config.parallel):
-        compared.add("parallel")
-        check(
-            begun.get("world_size") == world_size,
-            "processes",
-            world_size,
-            f"the run under {str(config.out)!r} was begun with {begun.get('world_size')}, and fsdp's state is theirs",
-        )
-    for name in sorted(compared):
+    for name in now.keys() - FREE_ON_RESUME:
         if begun.get(name) != now[name]:
             message = f"the run under {str(config.out)!r} was begun with {begun.get(name)!r}"
             raise ValueError(f"{name}={now[name]!r}: {message}")

@@ -21,10 +21,8 @@ from cs336_systems.records import Unsupported
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile, training_batch
 from cs336_systems.training.loss_scaling import LossScaler, zero_gradient_counts
-from cs336_systems.training.parallel import ParallelModel
+from cs336_systems.training.parallel import AUTOCAST_DTYPE, ParallelModel
 from cs336_systems.workload import build_model, compile_model
-
-_AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,12 @@ class Trainer:
         )
         self.scaler = LossScaler(device.type, config.precision == "fp16", config.loss_scaling)
         if state is not None:
-            by_rank = state["optimizer"]
-            self.optimizer.load_state_dict(by_rank[self.model.rank if len(by_rank) > 1 else 0])
+            self.model.load_optimizer_state(self.optimizer, state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
 
     def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision for forward and loss; nothing in fp32 and tf32."""
-        dtype = _AUTOCAST_DTYPE.get(self.config.precision)
+        dtype = AUTOCAST_DTYPE.get(self.config.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def step(self, step: int, count_zeros: bool = False) -> StepResult:
@@ -107,19 +104,18 @@ class Trainer:
         model.finish_gradients()
         loss_scale = self.scaler.scale
         self.scaler.unscale(self.optimizer, model)
-        zeros, n_elements = zero_gradient_counts(model.wrapped) if count_zeros else (None, 1)
+        counts = zero_gradient_counts(model.wrapped) if count_zeros else loss_sum.new_tensor([0, 1])
         norm = model.clip_gradients(config.clip_norm)
         is_taken = self.scaler.step(self.optimizer)
-        sums = [loss_sum, loss_sum.new_zeros(()) if zeros is None else zeros.to(loss_sum.dtype) / n_elements]
-        loss_mean, zero_share = (model.sum_over_ranks(torch.stack(sums)) / model.world_size).tolist()
+        loss, zeros, n_elements = model.sum_over_ranks(torch.cat([loss_sum.view(1), counts])).tolist()
         return StepResult(
-            loss=loss_mean,
+            loss=loss / model.world_size,
             gradient_norm=float(norm),
             learning_rate=learning_rate,
             is_skipped=not is_taken,
             skipped_steps=self.scaler.skipped_steps,
             loss_scale=loss_scale,
-            zero_gradient_share=zero_share if count_zeros else None,
+            zero_gradient_share=zeros / n_elements if count_zeros else None,
         )
 
     @torch.no_grad()
@@ -136,10 +132,9 @@ class Trainer:
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps, on rank 0; None on the others. A collective call.
 
-        Weights are whole and under the bare model's names, and so is the optimizer's state, so that another number of
-        ranks can go on from it; under fsdp the latter is a list of each rank's own.
+        Weights and the optimizer's state are whole, as one process would have them: any number of ranks can go on.
         """
-        weights, optimizer = self.model.full_state_dict(), self.model.optimizer_states(self.optimizer)
+        weights, optimizer = self.model.weights(), self.model.optimizer_state(self.optimizer)
         if self.model.rank != 0:
             return None
         return {"model": weights, "optimizer": optimizer, "scaler": self.scaler.state_dict()}

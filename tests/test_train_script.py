@@ -1,0 +1,177 @@
+"""scripts/train.py as a person runs it: what it leaves, SIGKILL and resume, Ctrl-C, and what it refuses."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.training.checkpoints import list_checkpoints
+from cs336_systems.training.config import TrainArguments
+from cs336_systems.training.metrics import METRICS, PLOT, read_metrics
+from cs336_systems.training.run import run_training
+from tests.training_helpers import lines, make_config, train, write_text
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = [sys.executable, str(ROOT / "scripts" / "train.py")]
+
+
+def _arguments(config):
+    """The command line of a config."""
+    arguments = []
+    for field in dataclasses.fields(TrainArguments):
+        value = getattr(config, field.name)
+        flag = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            arguments += [f"--{flag}", str(value)]
+    return arguments
+
+
+def _start(config):
+    # As many threads as this process has: another split of a sum is another rounding.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*SCRIPT, *_arguments(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def _wait_for_checkpoints(process, config, count):
+    end = time.monotonic() + 200
+    while len(list_checkpoints(config.out)) < count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, "no checkpoint within 200 s"
+        time.sleep(0.005)
+
+
+def test_a_run_leaves_metrics_a_picture_and_checkpoints(tmp_path, capsys):
+    config = make_config(tmp_path)
+    summary = run_training("python scripts/train.py", config)
+    assert {path.name for path in config.out.iterdir()} == {
+        METRICS,
+        PLOT,
+        *(f"checkpoint-{step:08d}.{kind}" for step in (6, 8) for kind in ("pt", "json")),
+    }
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"8 steps: validation loss {summary.validation_loss:.4f}; ")
+    assert "loss=" in printed.err
+    assert "tok/s=" in printed.err
+    (run,) = lines(config, "run")
+    assert run["command"] == "python scripts/train.py"
+    assert run["config"]["learning_rate"] == config.learning_rate
+    assert [line["step"] for line in lines(config, "train")] == list(range(1, 9))
+    assert [line["step"] for line in lines(config, "validation")] == [4, 8]
+
+
+def test_a_run_killed_anywhere_resumes_bit_for_bit(tmp_path):
+    changes = {"steps": 400, "checkpoint_every": 7, "validate_every": 50}
+    killed = make_config(tmp_path, out=tmp_path / "killed", **changes)
+    process = _start(killed)
+    _wait_for_checkpoints(process, killed, 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    reached = read_metrics(killed.out / METRICS)[-1]["step"]
+    assert 14 <= reached < 400
+    resumed = dataclasses.replace(killed, resume=True)
+    assert run_training("python scripts/train.py --resume", resumed).step == 400
+    whole = make_config(tmp_path, out=tmp_path / "whole", **changes)
+    train(whole)
+    assert lines(killed, "train") == lines(whole, "train")
+    assert lines(killed, "validation") == lines(whole, "validation")
+    assert not list(killed.out.glob(".*"))  # nothing half-written is left
+
+
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path):
+    config = make_config(tmp_path, steps=100_000, checkpoint_every=10)
+    process = _start(config)
+    _wait_for_checkpoints(process, config, 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    last = lines(config, "train")[-1]["step"]
+    assert f"Interrupted after step {last}, which is saved; --resume goes on from there." in errors
+    assert list_checkpoints(config.out)[-1].name == f"checkpoint-{last:08d}.pt"
+    assert (config.out / PLOT).exists()
+
+
+def test_a_run_that_stops_itself_says_why(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_training("x", make_config(tmp_path, learning_rate=1e30, checkpoint_every=1))
+    assert stopped.value.code == 1
+    errors = capsys.readouterr().err
+    assert "error: the gradients' norm is nan at step 2" in errors
+    assert "the last good checkpoint is" in errors
+    assert (tmp_path / "out" / PLOT).exists()
+
+
+def _refusal(config, capsys):
+    with pytest.raises(SystemExit) as refused:
+        run_training("x", config)
+    assert refused.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda:99"}, "error: --device cuda:99: is not on this machine; it has cpu"),
+        ({"batch_size": 3, "accumulation_steps": 2}, "error: --batch-size 3: must be a multiple of 2"),
+        ({"parallel": "ddp", "processes": 3}, "error: --batch-size 4: must be a multiple of 3"),
+        ({"vocab_size": 100}, "outside the vocabulary of 100 (ids 0 to 99)"),
+        ({"ctx": 500}, "has 4000 tokens, of which 400 for validation; context 500 needs more than 500 there"),
+        ({"data": Path("nowhere.txt")}, "error: --data nowhere.txt: must be a file"),
+        ({"out": Path(__file__)}, "must be a folder that can be written to"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_built(tmp_path, capsys, changes, message):
+    assert message in _refusal(make_config(tmp_path, **changes), capsys)
+    assert not (tmp_path / "out" / METRICS).exists()
+
+
+def test_an_empty_file_is_refused(tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    assert "is empty" in _refusal(make_config(tmp_path, data=tmp_path / "empty.txt"), capsys)
+
+
+def test_another_run_is_not_resumed(tmp_path, capsys):
+    config = make_config(tmp_path, resume=True)
+    train(config)
+    for changes, message in (
+        ({"seed": 1}, "error: --seed 1: the run under"),
+        ({"steps": 9}, "error: --steps 9: the run under"),
+        ({"learning_rate": 0.02}, "was begun with 0.01"),
+        ({"precision": "bf16"}, "error: --precision bf16: the run under"),
+    ):
+        assert message in _refusal(dataclasses.replace(config, **changes), capsys)
+    write_text(tmp_path, 5000)
+    assert "is not the data that the run under" in _refusal(config, capsys)
+
+
+def test_only_bad_checkpoints_are_refused_by_name(tmp_path, capsys):
+    config = make_config(tmp_path, keep_checkpoints=1)
+    train(config)
+    (path,) = list_checkpoints(config.out)
+    path.write_bytes(path.read_bytes()[:-1])
+    errors = _refusal(dataclasses.replace(config, resume=True), capsys)
+    assert "has no good checkpoint; checkpoint-00000008.pt is refused: it is truncated" in errors
+
+
+def test_the_command_line_names_the_flag_and_needs_no_torch():
+    probe = "import runpy, sys; sys.argv[1:] = {!r}\ntry: runpy.run_path({!r}, run_name='__main__')\n"
+    probe += "finally: assert 'torch' not in sys.modules, 'torch was imported'"
+    for arguments, status, message in (
+        (["--help"], 0, "--sharded-optimizer"),
+        (["--ctx", "0"], 2, "error: --ctx 0: must be at least 1"),
+        (["--precision", "fp8"], 2, "invalid choice 'fp8'"),
+    ):
+        command = [sys.executable, "-c", probe.format(arguments, SCRIPT[1])]
+        shown = subprocess.run(command, capture_output=True, text=True)
+        assert shown.returncode == status, shown.stderr
+        assert message in shown.stdout + shown.stderr
