@@ -1,0 +1,246 @@
+"""Fully sharded data parallelism: each rank keeps a part of every weight, gathers whole weights just before use, frees
+them just after, and keeps only its part of the averaged gradients (ZeRO-3, Rajbhandari et al. 2020, section 5.3; Zhao
+et al., PyTorch FSDP, VLDB 2023).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import cs336_basics.model
+from cs336_systems.distributed import fsdp_state
+from cs336_systems.distributed.collectives import broadcast_module, check_same_module
+from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.fsdp_schedule import Use, WeightManager
+from cs336_systems.distributed.fsdp_weight import ShardedWeight
+
+_LINEAR = (cs336_basics.model.Linear, nn.Linear)
+_EMBEDDING = (cs336_basics.model.Embedding, nn.Embedding)
+# They take inputs of any dtype beside a float32 weight, and compute in float32.
+_KEEP_DTYPE = (cs336_basics.model.RMSNorm,)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A module whose Linear and Embedding weights are sharded over the ranks by rows; all else is replicated.
+
+        model = FullyShardedDataParallel(module)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_function(model(inputs), targets).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+    Loss functions must take the mean over this rank's part of the batch, and the parts must be of one size. Every rank
+    must run the same layers in the same order: each use of a weight is a collective.
+
+    Attributes:
+        module: the wrapped module. Its parameters keep their names; a sharded one is this rank's rows, and so is its
+            gradient, both in the dtype that the parameter had (float32 masters).
+        compute_dtype: the dtype in which weights and gradients travel and layers compute, e.g. torch.bfloat16; None
+            for the parameters' own.
+
+    A weight is whole only inside its own layer's forward: code that uses another layer's weight sees the shard. Layers
+    of other classes, subclasses included, are replicated. torch.compile must not span a sharded layer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Copy rank 0's parameters and buffers to all ranks, and shard. `module` itself is changed.
+
+        Raises:
+            RuntimeError: there is no process group.
+            ValueError: `compute_dtype` is no floating dtype, the module has been wrapped already, an embedding cannot
+                be sharded (sparse gradients, max_norm), or the ranks' modules differ (on all ranks).
+        """
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError("no process group: make one first, e.g. with cs336_systems.distributed.process_group")
+        if compute_dtype is not None and not compute_dtype.is_floating_point:
+            raise ValueError(f"compute_dtype={compute_dtype}: must be a floating dtype, e.g. torch.bfloat16")
+        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+            raise ValueError("module: it is, or holds, a FullyShardedDataParallel already; wrap the whole model once")
+        group = process_group or dist.group.WORLD
+        assert group is not None
+        self.process_group: dist.ProcessGroup = group
+        self.module = module
+        self.compute_dtype = compute_dtype
+        layers = [(name, layer) for name, layer in module.named_modules() if _is_sharded(name, layer)]
+        check_same_module(module, group)
+        broadcast_module(module, group)
+        self._manager = WeightManager()
+        module.register_forward_pre_hook(self._before_module, with_kwargs=True)
+        by_parameter: dict[nn.Parameter, ShardedWeight] = {}
+        for name, layer in layers:
+            parameter = layer.weight
+            if parameter not in by_parameter:  # tied weights are one
+                weight = ShardedWeight(f"{name}.weight".lstrip("."), parameter, compute_dtype, group)
+                weight.full.register_post_accumulate_grad_hook(partial(_gradient_is_ready, self._manager, weight))
+                by_parameter[parameter] = weight
+            self._register_layer(layer, by_parameter[parameter])
+        self._layers = [(layer, by_parameter[layer.weight]) for _, layer in layers]
+        self._weights = list(by_parameter.values())
+        self._register_casts()
+        rest = [parameter for parameter in module.parameters() if parameter not in by_parameter]
+        # In a list, so that it is no submodule: these parameters have their place in the module.
+        self._replicated = [FlatDDP(nn.ParameterList(rest), group)]
+
+    # ---- Forward and backward ----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward pass on this rank's part of the batch; `compute_dtype` out."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Make every gradient the mean over the ranks; call it after backward and before the optimizer's step.
+
+        Several backward passes before it add up. Every rank must call it equally often. On a GPU it queues work and
+        does not wait for the device, unless a replicated parameter has no gradient on this rank.
+        """
+        self._manager.finish_gradients()
+        self._replicated[0].finish_gradient_synchronization()
+
+    def _before_module(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        for layer, weight in self._layers:
+            weight.check_unchanged(layer._parameters.get("weight"))
+        self._manager.begin_forward()
+        return self._cast(args), self._cast(kwargs)
+
+    def _cast(self, values: Any) -> Any:
+        if self.compute_dtype is None:
+            return values
+        return tree_map(lambda v: v.to(self.compute_dtype) if _is_floating(v) else v, values)
+
+    def _register_layer(self, layer: nn.Module, weight: ShardedWeight) -> None:
+        """Hooks that put the whole weight into the layer for the time of its forward.
+
+        It is put into the instance's dictionary, where attributes are looked up before a module's parameters: the
+        parameter stays registered, under its name, all the time.
+        """
+        manager = self._manager
+        needs_weight_in_backward = not isinstance(layer, _EMBEDDING)
+
+        def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            args, kwargs = self._cast(args), self._cast(kwargs)
+            manager.acquire(weight)
+            use = Use(manager, weight)
+            weight.full.requires_grad_(weight.shard.requires_grad)
+            full = weight.full.view_as(weight.full)
+            if full.requires_grad:
+                full.register_hook(use.end_backward)
+            else:
+                for value in (*args, *kwargs.values()):
+                    if isinstance(value, Tensor) and value.requires_grad:
+                        value.register_hook(use.end_backward)
+            layer.__dict__["weight"] = full
+            layer.__dict__["_use"] = use
+            return args, kwargs
+
+        def after(layer: nn.Module, args: tuple, output: Any) -> None:
+            use = layer.__dict__.pop("_use", None)
+            if use is None:  # gathering failed
+                return
+            del layer.__dict__["weight"]
+            manager.release(weight)
+            if needs_weight_in_backward and isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(use.begin_backward)
+
+        layer.register_forward_pre_hook(before, with_kwargs=True)
+        # Also when forward raises, as it does where activation checkpointing has computed all it needs again.
+        layer.register_forward_hook(after, always_call=True)
+
+    def _register_casts(self) -> None:
+        """With a compute_dtype, layers see their replicated parameters (biases, norms) in it."""
+        if self.compute_dtype is None:
+            return
+        shards = {weight.shard for weight in self._weights}
+        for layer in self.module.modules():
+            replicated = {
+                name: parameter
+                for name, parameter in layer.named_parameters(recurse=False)
+                if parameter not in shards and parameter.is_floating_point()
+            }
+            if replicated and not isinstance(layer, _KEEP_DTYPE):
+                layer.register_forward_pre_hook(partial(_put_casts, replicated, self.compute_dtype))
+                layer.register_forward_hook(partial(_remove_casts, replicated), always_call=True)
+
+    # ---- Norms and states --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Float[Tensor, ""]:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)), where norm is the L2 norm of all ranks' shards and
+        the replicated gradients, each counted once. Call it after finish_gradient_synchronization, on every rank.
+
+        Returns:
+            The norm before clipping, the same on all ranks, float32 (float64 for float64 parameters).
+
+        Raises:
+            ValueError: `max_norm` is not above 0.
+        """
+        return fsdp_state.clip_grad_norm_(self, max_norm)
+
+    def gather_full_params(self) -> dict[str, Shaped[Tensor, "..."]]:
+        """Every parameter whole, in its own dtype, under the bare module's names; a collective call."""
+        return fsdp_state.gather_full_params(self)
+
+    def full_state_dict(self, to_rank: int | None = None) -> dict[str, Shaped[Tensor, "..."]]:
+        """A state dict for the bare module, on the CPU: on every rank, or only on `to_rank` (empty on the others). A
+        collective call, one weight at a time."""
+        return fsdp_state.full_state_dict(self, to_rank)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded state dict: sharded weights are DTensors that share the shards' memory, for
+        torch.distributed.checkpoint, which saves them and loads them at any world size."""
+        return fsdp_state.sharded_state_dict(self)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:
+        """Load a full state dict (the bare module's) or a sharded one; no collective, every rank loads the same.
+
+        Raises:
+            ValueError: `strict`, and names are missing or not known; a tensor of another shape; a sharded tensor of
+                another world size; or `assign`, which would replace the shards.
+        """
+        if assign:
+            raise ValueError("assign=True: must be False; the shards stay, and are filled")
+        fsdp_state.load_state_dict(self, state_dict, strict)
+
+
+def _is_sharded(name: str, layer: nn.Module) -> bool:
+    """Whether a layer's weight is to be sharded; raises ValueError for an embedding that cannot be."""
+    if type(layer) not in (*_LINEAR, *_EMBEDDING) or "weight" not in layer._parameters:
+        return False
+    if getattr(layer, "sparse", False) or getattr(layer, "max_norm", None) is not None:
+        raise ValueError(
+            f"module: embedding {name!r} has sparse={layer.sparse}, max_norm={layer.max_norm}; a sharded one must have "
+            "sparse=False (its gradient is reduce-scattered) and max_norm=None (which would write into the weight)"
+        )
+    return True
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _gradient_is_ready(manager: WeightManager, weight: ShardedWeight, full: Tensor) -> None:
+    manager.gradient_is_ready(weight)
+
+
+def _put_casts(replicated: dict[str, nn.Parameter], dtype: torch.dtype, layer: nn.Module, args: Any) -> None:
+    layer.__dict__.update({name: parameter.to(dtype) for name, parameter in replicated.items()})
+
+
+def _remove_casts(replicated: dict[str, nn.Parameter], layer: nn.Module, args: Any, output: Any) -> None:
+    for name in replicated:
+        layer.__dict__.pop(name, None)
+
+
+FSDP = FullyShardedDataParallel
