@@ -55,23 +55,32 @@ def _block_d_of(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _dot_precision(dtype: torch.dtype, arch: int) -> str:
-    """tl.dot's input_precision. Float32 honours torch's setting: "tf32" where that allows it, else "bf16x6", six
-    products of bfloat16 parts, which is as accurate as float32 arithmetic and runs on tensor cores (measured: error
-    against float64 half of SDPA's; TF32 in three parts is a little slower and less accurate). Before sm_80, float32
-    products are float32's own."""
+def _dot_precision(dtype: torch.dtype, head_dim: int, arch: int) -> str:
+    """tl.dot's input_precision. Float32 honours torch's setting: "tf32" where that allows it, else products on tensor
+    cores that are as accurate as float32 arithmetic: "bf16x6" (six products of bfloat16 parts), or "tf32x3" (three of
+    TF32 parts) where the former needs more registers than there are. Measured on an H200, errors against float64 are
+    a half and two thirds of SDPA's, and bf16x6 is a sixth faster. Before sm_80 products are float32's own."""
     if dtype != torch.float32 or arch < 80:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "bf16x6" if arch == 90 and head_dim <= 64 else "tf32x3"
 
 
 def make_problem(
-    q: Tensor, k: Tensor, is_causal: bool, scale: float, dropout_p: float = 0.0, seed: int = 0, offset: int = 0
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    gpu: Gpu | None = None,
 ) -> Problem:
     """What the kernels need to know of q (batch, heads, n_queries, head_dim), k (batch, kv_heads, n_keys, head_dim)
-    and the call. scale must not be negative."""
+    and the call. scale must not be negative; gpu is by default the one that q is on."""
     batch, heads, n_queries, head_dim = q.shape
-    gpu = _gpu_of(q.device) if q.is_cuda else INTERPRETER
+    gpu = gpu or (_gpu_of(q.device) if q.is_cuda else INTERPRETER)
     return Problem(
         batch=batch,
         heads=heads,
@@ -87,7 +96,7 @@ def make_problem(
         dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
         seed=seed,
         offset=offset,
-        precision=_dot_precision(q.dtype, gpu.arch),
+        precision=_dot_precision(q.dtype, head_dim, gpu.arch),
         gpu=gpu,
     )
 
@@ -154,7 +163,7 @@ def launch_flash_forward(
     dtype; o like q; lse (batch, heads, n_queries) float32, contiguous. `config` and `n_chunks` (into how many chunks
     keys are cut, at most) override the tuned choice."""
     if config is None:
-        config = choose("forward", problem, wants_tma(problem) and _tma_ready(k) and _tma_ready(v))
+        config = choose("forward", problem, wants_tma(problem, is_backward=False) and _tma_ready(k) and _tma_ready(v))
     own, step = config.block_own, config.block_step
     n_blocks = -(-problem.n_queries // own) * problem.batch * problem.heads
     chunk_keys = chunk_size(problem, config, n_blocks, n_chunks)
@@ -201,7 +210,7 @@ def launch_flash_backward(
     """Fill dq if it is needed, dk and dv if either is. Shapes and dtypes as in the forward pass: do, dq like q; dk like
     k; dv like v. `plan` overrides the tuned choice of kernels and their configurations."""
     if plan is None:
-        use_tma = wants_tma(problem) and _tma_ready(q) and _tma_ready(k) and _tma_ready(v)
+        use_tma = wants_tma(problem, is_backward=True) and _tma_ready(q) and _tma_ready(k) and _tma_ready(v)
         if use_tma and not _tma_ready(do):
             do = do.contiguous()  # o.sum().backward() gives an expanded do: one copy buys descriptors for every tile
         plan = choose_backward(problem, use_tma and _tma_ready(do))

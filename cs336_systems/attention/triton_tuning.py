@@ -87,6 +87,15 @@ _HOPPER_32_BIT = _rows(
     },
     use_tma=True,
 )
+_HOPPER_16_BIT_POINTERS = _rows(
+    {
+        "forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
+        "dkdv": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
+        "dq": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
+        "fused": [(32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 32, 8, 1)],
+    },
+    use_tma=False,
+)
 _ANY_16_BIT = _rows(
     {
         "forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 1)],
@@ -116,10 +125,11 @@ _TURING = _rows(
 _INTERPRETER = KernelConfig(32, 32, 4, 1)
 
 
-def wants_tma(problem: Problem) -> bool:
-    """Whether tensor descriptors pay: they save address arithmetic, and cost about 3 µs of host time each."""
+def wants_tma(problem: Problem, *, is_backward: bool) -> bool:
+    """Whether tensor descriptors pay: they save address arithmetic, and cost a few µs of host time each (two in the
+    forward pass, five in the backward)."""
     n_scores = problem.batch * problem.heads * problem.n_queries * problem.n_keys
-    return problem.gpu.arch == 90 and n_scores >= 1 << 26
+    return problem.gpu.arch == 90 and n_scores >= (1 << 24 if is_backward else 1 << 26)
 
 
 def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
@@ -132,6 +142,8 @@ def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
         table = _TURING
     elif use_tma:
         table = _HOPPER_16_BIT if is_16_bit else _HOPPER_32_BIT
+    elif arch == 90 and is_16_bit:
+        table = _HOPPER_16_BIT_POINTERS
     else:
         table = _ANY_16_BIT if is_16_bit else _ANY_32_BIT
     return table[name, problem.block_d]
@@ -150,9 +162,8 @@ def chunk_size(problem: Problem, config: KernelConfig, n_blocks: int, n_chunks: 
     """How many keys one program of the forward pass attends to: all, unless n_blocks tiles of queries (and heads, and
     batch) are too few for the card, or n_chunks is given."""
     if n_chunks is None:
-        n_chunks = 1
-        if n_blocks < problem.gpu.n_sm:
-            n_chunks = min(8, 4 * problem.gpu.n_sm // n_blocks, problem.n_keys // 256)
+        # Shorter sequences gain less than the second launch and its buffers cost on the host.
+        n_chunks = 4 if n_blocks < problem.gpu.n_sm and problem.n_keys >= 4096 else 1
     if n_chunks <= 1:
         return problem.n_keys
     granule = max(config.block_own, config.block_step)

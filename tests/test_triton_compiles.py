@@ -1,0 +1,188 @@
+"""The attention kernels are compiled for every architecture they claim to run on, with no GPU: each configuration that
+can be chosen must fit the card's shared memory and spill no registers.
+
+Run as a script (by the tests below, in processes without the interpreter) it compiles the cases that it reads from
+stdin as JSON and writes a JSON line for each.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+# KiB that one program can have.
+SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+HEAD_DIMS = (16, 32, 64, 128, 256)
+PASSES = ("forward", "dkdv", "dq", "fused", "combine", "preprocess")
+
+
+class Case(NamedTuple):
+    arch: int
+    dtype: str
+    head_dim: int
+    name: str  # of the pass
+    use_tma: bool = False
+    is_causal: bool = True
+    dropout_p: float = 0.0
+    group: int = 1
+
+
+def compile_case(case: Case) -> dict:
+    """Compile what the launch code would launch: it runs for real, on tensors without memory, with the launch itself
+    replaced. Shared memory in bytes, spilled bytes, and registers a thread."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from cs336_systems.attention import triton_launch, triton_tuning
+
+    kernels = {
+        "forward": triton_launch.flash_forward_kernel,
+        "combine": triton_launch.flash_combine_kernel,
+        "preprocess": triton_launch.flash_preprocess_kernel,
+    }
+    kernel = kernels.get(case.name, triton_launch.flash_backward_kernel)
+    launches = []
+    for each in {*kernels.values(), triton_launch.flash_backward_kernel}:
+        each.run = lambda *args, grid, warmup, each=each, **options: launches.append((each, args, options))
+
+    def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    dtype, length = getattr(torch, case.dtype), 1024
+    q = tensor(1, 2 * case.group, length, case.head_dim, dtype=dtype)
+    k = tensor(1, 2, length, case.head_dim, dtype=dtype)
+    lse = tensor(1, 2 * case.group, length, dtype=torch.float32)
+    gpu = triton_tuning.Gpu("", case.arch, 100, 1024 * SHARED_MEMORY_KIB[case.arch])
+    problem = triton_launch.make_problem(q, k, case.is_causal, 0.125, case.dropout_p, gpu=gpu)
+    if case.name in ("forward", "combine"):
+        config = triton_tuning.choose("forward", problem, case.use_tma)
+        triton_launch.launch_flash_forward(problem, q, k, k, q, lse, config, 2 if case.name == "combine" else 1)
+    else:
+        name = "fused" if case.name == "preprocess" else case.name
+        plan = ((name, triton_tuning.choose(name, problem, case.use_tma)),)
+        triton_launch.launch_flash_backward(problem, q, q, k, k, q, lse, q, k, k, plan=plan)
+
+    (args, options), *_ = [(args, options) for each, args, options in launches if each is kernel]
+    options = {**options, "debug": False, "instrumentation_mode": ""}
+    target = GPUTarget("cuda", case.arch, 32)
+    backend = make_backend(target)
+    bound, specialization, parsed = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, parsed)
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    return {
+        "shared_bytes": compiled.metadata.shared,
+        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log.getvalue())[1]),
+        "registers": int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
+    }
+
+
+def _compile_from_stdin() -> None:
+    from triton import knobs
+
+    knobs.nvidia.dump_ptxas_log = True  # prints what ptxas -v says of registers and spills
+    knobs.compilation.always_compile = True  # a cached kernel has no log
+    for case in json.load(sys.stdin):
+        try:
+            result = compile_case(Case(*case))
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"[-500:]}
+        print(json.dumps(result), flush=True)
+
+
+def compile_in_processes(cases: list[Case], n_processes: int) -> dict[Case, dict]:
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
+
+    def run(share: list[Case]) -> list[dict]:
+        process = subprocess.run(
+            [sys.executable, __file__], input=json.dumps(share), env=environment, capture_output=True, text=True
+        )
+        lines = process.stdout.splitlines()
+        assert len(lines) == len(share), process.stderr[-2000:]
+        return [json.loads(line) for line in lines]
+
+    shares = [cases[i::n_processes] for i in range(n_processes)]
+    with ThreadPoolExecutor(n_processes) as pool:
+        results = pool.map(run, shares)
+        return {
+            case: result
+            for share, done in zip(shares, results, strict=True)
+            for case, result in zip(share, done, strict=True)
+        }
+
+
+def problems(results: dict[Case, dict]) -> list[str]:
+    """What is wrong with each case, if anything is."""
+    wrong = []
+    for case, result in results.items():
+        limit = 1024 * SHARED_MEMORY_KIB[case.arch]
+        if "error" in result:
+            wrong.append(f"{case}: {result['error']}")
+        elif result["shared_bytes"] > limit:
+            wrong.append(f"{case}: {result['shared_bytes']} bytes of shared memory, the card has {limit}")
+        elif result["spilled_bytes"] > 0:
+            wrong.append(f"{case}: {result['spilled_bytes']} bytes of registers spilled")
+    return wrong
+
+
+SLICE = [
+    Case(75, "float16", 16, "forward"),
+    Case(80, "bfloat16", 64, "forward"),
+    Case(80, "bfloat16", 128, "fused"),
+    Case(80, "float32", 32, "forward"),
+    Case(86, "float16", 256, "forward"),
+    Case(89, "float16", 64, "dkdv", group=2),
+    Case(90, "bfloat16", 64, "forward", use_tma=True),
+    Case(90, "bfloat16", 128, "dkdv", use_tma=True),
+    Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
+    Case(90, "float32", 64, "forward", use_tma=True),
+    Case(100, "bfloat16", 64, "forward", dropout_p=0.1),
+    Case(120, "bfloat16", 128, "forward"),
+    Case(120, "bfloat16", 64, "combine"),
+    Case(120, "bfloat16", 64, "preprocess"),
+]
+
+
+def every_case() -> list[Case]:
+    cases = []
+    for arch, dtype, head_dim, name in itertools.product(
+        SHARED_MEMORY_KIB, ("float32", "float16", "bfloat16"), HEAD_DIMS, PASSES
+    ):
+        if arch == 75 and dtype == "bfloat16":
+            continue
+        has_tma = arch == 90 and name in ("forward", "dkdv", "dq", "fused")
+        cases.extend(Case(arch, dtype, head_dim, name, use_tma) for use_tma in (False, True)[: 1 + has_tma])
+    return cases
+
+
+def test_representative_cases_compile():
+    pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
+    assert problems(compile_in_processes(SLICE, 1)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_case_compiles():
+    pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
+    assert problems(compile_in_processes(every_case(), 2)) == []
+
+
+if __name__ == "__main__":
+    _compile_from_stdin()
