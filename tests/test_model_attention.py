@@ -102,6 +102,20 @@ def test_only_the_others_than_naive_say_that_they_are_causal():
     assert model_attention.model_attention("naive") is cs336_basics.model.scaled_dot_product_attention
 
 
+def test_each_name_asks_for_its_own_implementation(monkeypatch):
+    asked = []
+
+    def spy(q, k, v, is_causal, implementation):
+        asked.append((is_causal, implementation))
+        return q
+
+    monkeypatch.setattr(model_attention, "flash_attention", spy)
+    q, k, v = make_inputs(1, 1, 4, 8)
+    for name in MODEL_ATTENTION_NAMES[1:]:
+        model_attention.model_attention(name)(q, k, v)
+    assert asked == [(True, "sdpa"), (True, "pytorch"), (True, "triton")]
+
+
 def test_the_model_makes_no_mask_for_them(monkeypatch):
     masks = []
 
