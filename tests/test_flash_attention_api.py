@@ -39,23 +39,22 @@ KERNELS = ["pytorch", TRITON]
 @pytest.mark.parametrize("implementation", [*ALL, "auto"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "scale"),
     [
-        ((2, 20, 8), {}),
-        ((2, 20, 8), {"n_keys": 33}),
-        ((1, 4, 33, 12), {"kv_heads": 2, "n_keys": 20}),
-        ((1, 2, 1, 16), {"n_keys": 1}),
+        ((2, 20, 8), {}, None),
+        ((2, 20, 8), {"n_keys": 33}, 0.5),
+        ((1, 4, 33, 12), {"kv_heads": 2, "n_keys": 20}, None),
+        ((1, 2, 1, 16), {"n_keys": 1}, -1.0),
     ],
 )
-def test_every_implementation(implementation, is_causal, shape, options, device):
+def test_every_implementation(implementation, is_causal, shape, options, scale, device):
     q, k, v = make_inputs(*shape, **options, device=device)
     do = torch.randn(shape, device=device)
-    for scale in (None, 0.5):
-        attention = functools.partial(flash_attention, is_causal=is_causal, scale=scale, implementation=implementation)
-        actual = output_and_gradients(attention, q, k, v, do)
-        for x, y in zip(actual, oracle(q, k, v, do, is_causal, scale)[:4], strict=True):
-            assert x.dtype == torch.float32
-            assert largest_error(x, y) <= (1e-5 if device == "cpu" else 1e-4)
+    attention = functools.partial(flash_attention, is_causal=is_causal, scale=scale, implementation=implementation)
+    actual = output_and_gradients(attention, q, k, v, do)
+    for x, y in zip(actual, oracle(q, k, v, do, is_causal, scale)[:4], strict=True):
+        assert x.dtype == torch.float32
+        assert largest_error(x, y) <= (1e-5 if device == "cpu" else 1e-4)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)

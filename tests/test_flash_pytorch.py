@@ -36,7 +36,7 @@ def with_strides(x: torch.Tensor, layout: str) -> torch.Tensor:
     return x.requires_grad_()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 2),
