@@ -161,6 +161,7 @@ def _copies(context: RankContext, views: bool) -> list[list[int]]:
             model(x).sum().backward()
             finish(model)
         copied.append(sorted(copies.n_elements))
+        assert all(parameter.grad.data_ptr() % 16 == 0 for parameter in model.parameters())
     return copied
 
 
