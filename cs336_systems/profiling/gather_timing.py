@@ -1,0 +1,137 @@
+"""Whether FSDP's gathers end before their layers could begin: read from one profiled step's kernels.
+
+A layer waits for its weight, so its kernels never start before the gather ends. The gather is late if it ends after all
+else that the layer waited for: the kernels before it, and its own launch.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from cs336_systems.distributed.fsdp_schedule import WeightManager
+from cs336_systems.distributed.fsdp_weight import ShardedWeight
+from cs336_systems.intervals import intersect, total_length
+from cs336_systems.profiling.overlap import read_trace
+
+_GATHER, _USE = "fsdp gather ", "fsdp use "
+
+
+@dataclass(frozen=True)
+class GatherTiming:
+    """One use of a weight: when its gather ended and when its layer could have begun without it, in ms of the trace's
+    clock."""
+
+    weight: str
+    gather_end_ms: float
+    could_begin_ms: float
+
+    @property
+    def late_ms(self) -> float:
+        return max(0.0, self.gather_end_ms - self.could_begin_ms)
+
+
+def profile_sharded_step(step: Callable[..., object], device: torch.device | str) -> dict[str, Any]:
+    """Profile one step: when it computed and communicated ("intervals"), and how its gathers ended (a row's fields)."""
+    device = torch.device(device)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    once = schedule(wait=0, warmup=1, active=1, repeat=1)  # the profiler's own start falls into the first
+    with annotated_gathers(), profile(activities=activities, schedule=once, acc_events=True) as profiler:
+        for _ in range(2):
+            step(record_function)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            profiler.step()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        trace = json.loads(file.read_text(encoding="utf-8"))
+    intervals = read_trace(trace)
+    collective_ms = total_length(intervals.communication)
+    gathers = read_gathers(trace)
+    return {
+        "intervals": asdict(intervals),
+        "collective_ms": collective_ms,
+        "exposed_collective_ms": collective_ms
+        - total_length(intersect(intervals.communication, intervals.computation)),
+        "n_gathers": len(gathers) or None,
+        "n_late": sum(gather.late_ms > 0 for gather in gathers) if gathers else None,
+        "late_ms": sum(gather.late_ms for gather in gathers) if gathers else None,
+    }
+
+
+@contextmanager
+def annotated_gathers() -> Generator[None]:
+    """Within it, FSDP's gathers and uses of weights show in a profile under the weights' names."""
+    weights: Any = ShardedWeight
+    manager_cls: Any = WeightManager
+    start_gather, acquire = weights.start_gather, manager_cls.acquire
+
+    def annotated_start(weight: ShardedWeight) -> None:
+        with record_function(_GATHER + weight.name):
+            start_gather(weight)
+
+    def annotated_acquire(manager: WeightManager, weight: ShardedWeight) -> None:
+        acquire(manager, weight)
+        with record_function(_USE + weight.name):  # what is launched from here on may need the weight
+            pass
+
+    weights.start_gather, manager_cls.acquire = annotated_start, annotated_acquire
+    try:
+        yield
+    finally:
+        weights.start_gather, manager_cls.acquire = start_gather, acquire
+
+
+def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
+    """The timings of a Chrome trace recorded within `annotated_gathers`, in order of use; empty without kernels.
+
+    A use that found its weight still there has no gather of its own and is not listed.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    kernels = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "correlation" in event.get("args", {})
+    }
+    launches = sorted(
+        (event["ts"], event["args"]["correlation"])
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and event.get("args", {}).get("correlation") in kernels
+    )
+    computing = [(ts, kernels[c]) for ts, c in launches if not _is_gather(kernels[c])]
+    computing = [(ts, kernel) for ts, kernel in computing if "nccl" not in kernel["name"].lower()]
+    launch_times = [ts for ts, _ in computing]
+    annotations = sorted(
+        (event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["ts"]
+    )
+    gathered: dict[str, float] = {}  # by weight, the end of its last gather that no use has had yet
+    timings = []
+    for event in annotations:
+        if event["name"].startswith(_GATHER):
+            inside = [kernels[c] for ts, c in launches if event["ts"] <= ts <= event["ts"] + event["dur"]]
+            ends = [kernel["ts"] + kernel["dur"] for kernel in inside if _is_gather(kernel)]
+            if ends:
+                gathered[event["name"].removeprefix(_GATHER)] = max(ends)
+        elif event["name"].startswith(_USE):
+            weight = event["name"].removeprefix(_USE)
+            first = bisect_left(launch_times, event["ts"])
+            if weight not in gathered or first == len(computing):
+                continue
+            before = computing[first - 1][1] if first else None
+            could_begin = max(launch_times[first], before["ts"] + before["dur"] if before is not None else 0.0)
+            timings.append(GatherTiming(weight, gathered.pop(weight) / 1e3, could_begin / 1e3))
+    return timings
+
+
+def _is_gather(kernel: dict[str, Any]) -> bool:
+    return "nccl" in kernel["name"].lower() and "allgather" in kernel["name"].lower()
