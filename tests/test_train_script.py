@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.training import loop
 from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments
 from cs336_systems.training.metrics import METRICS, PLOT, read_metrics
@@ -69,7 +70,7 @@ def test_a_run_leaves_metrics_a_picture_and_checkpoints(tmp_path, capsys):
 
 
 def test_a_run_killed_anywhere_resumes_bit_for_bit(tmp_path):
-    changes = {"steps": 400, "checkpoint_every": 7, "validate_every": 50}
+    changes = {"steps": 150, "checkpoint_every": 7, "validate_every": 50}
     killed = make_config(tmp_path, out=tmp_path / "killed", **changes)
     process = _start(killed)
     _wait_for_checkpoints(process, killed, 2)
@@ -77,27 +78,56 @@ def test_a_run_killed_anywhere_resumes_bit_for_bit(tmp_path):
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     reached = read_metrics(killed.out / METRICS)[-1]["step"]
-    assert 14 <= reached < 400
+    assert 14 <= reached < 150
     resumed = dataclasses.replace(killed, resume=True)
-    assert run_training("python scripts/train.py --resume", resumed).step == 400
+    assert run_training("python scripts/train.py --resume", resumed).step == 150
     whole = make_config(tmp_path, out=tmp_path / "whole", **changes)
     train(whole)
     assert lines(killed, "train") == lines(whole, "train")
     assert lines(killed, "validation") == lines(whole, "validation")
-    assert not list(killed.out.glob(".*"))  # nothing half-written is left
+    assert not list(killed.out.glob(".checkpoint-*"))  # nothing half-written is left
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(tmp_path):
-    config = make_config(tmp_path, steps=100_000, checkpoint_every=10)
-    process = _start(config)
-    _wait_for_checkpoints(process, config, 1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    last = lines(config, "train")[-1]["step"]
-    assert f"Interrupted after step {last}, which is saved; --resume goes on from there." in errors
-    assert list_checkpoints(config.out)[-1].name == f"checkpoint-{last:08d}.pt"
+def _interrupt_in(step, times=1):
+    """A Trainer in whose step the process gets Ctrl-C, as the terminal would send it."""
+
+    class Interrupted(loop.Trainer):
+        def step(self, number, count_zeros=False):
+            if number == step:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            return super().step(number, count_zeros)
+
+    return Interrupted
+
+
+def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    config = make_config(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Trainer", _interrupt_in(step=5))
+        with pytest.raises(SystemExit) as interrupted:
+            run_training("x", config)
+    assert interrupted.value.code == 130
+    assert "Interrupted after step 5, which is saved; --resume goes on from there." in capsys.readouterr().err
+    assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4, 5]
+    assert [path.name for path in list_checkpoints(config.out)][-1] == "checkpoint-00000005.pt"
+    assert (config.out / PLOT).exists()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert run_training("x", dataclasses.replace(config, resume=True)).status == "finished"
+    whole = make_config(tmp_path, out=tmp_path / "whole")
+    train(whole)
+    assert lines(config, "train") == lines(whole, "train")
+
+
+def test_a_second_ctrl_c_ends_at_once_with_what_is_there(tmp_path, monkeypatch, capsys):
+    config = make_config(tmp_path)
+    monkeypatch.setattr(loop, "Trainer", _interrupt_in(step=5, times=2))
+    with pytest.raises(SystemExit) as interrupted:
+        run_training("x", config)
+    assert interrupted.value.code == 130
+    assert "Interrupted; --resume goes on from checkpoint-00000003.pt" in capsys.readouterr().err
+    assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4]
     assert (config.out / PLOT).exists()
 
 

@@ -119,6 +119,13 @@ def test_a_stop_between_the_two_files_never_vouches_for_the_wrong_bytes(tmp_path
     assert "never finished" in reason
 
 
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path):
+    (tmp_path / ".checkpoint-00000007.pt-abc").write_bytes(b"half")
+    (tmp_path / ".checkpoint-00000007.json-abc").write_bytes(b"half")
+    _save(tmp_path, 8)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_the_manifest_can_be_read_by_a_person(tmp_path):
     _save(tmp_path, 3)
     manifest = json.loads(checkpoint_path(tmp_path, 3).with_suffix(".json").read_text())

@@ -57,6 +57,8 @@ def save_checkpoint(
         OSError: it could not be written.
     """
     path = checkpoint_path(directory, step)
+    for leftover in directory.glob(".checkpoint-*"):  # of a run that was killed while it wrote
+        leftover.unlink()
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "w+b") as file:

@@ -1,0 +1,282 @@
+"""Whether the techniques train the same model: one run a technique and seed, their losses in one picture and table.
+
+Every run sees the same batches in the same order; those of one seed also start from the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.benchmarking.isolation import Outcome, run_isolated
+from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
+from cs336_systems.benchmarking.run_benchmark import resolve_device
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.configs import check
+from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
+from cs336_systems.provenance import Provenance
+from cs336_systems.records import ResultsFile, check_writable, format_value
+from cs336_systems.training.config import TrainConfig
+from cs336_systems.training.data import TokenFile
+from cs336_systems.training.loop import Summary, train_rank
+from cs336_systems.training.metrics import METRICS, read_metrics
+from cs336_systems.training.run import check_run
+
+# What differs from the base run, which is fp32 with plain attention on one device.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"precision": "tf32"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "fp16-unscaled": {"precision": "fp16", "loss_scaling": False},
+    "fp32-flash": {"attention": "flash-triton"},
+    "bf16-flash": {"precision": "bf16", "attention": "flash-triton"},
+    "ddp": {"parallel": "ddp"},
+    "bucketed": {"parallel": "bucketed"},
+    "ddp-sharded-optimizer": {"parallel": "ddp", "sharded_optimizer": True},
+    "fsdp": {"parallel": "fsdp"},
+    "bf16-fsdp": {"precision": "bf16", "parallel": "fsdp"},
+}
+_LAST = 20  # steps over which the training loss at the end is averaged
+
+
+@dataclass(frozen=True)
+class ConvergenceRow:
+    """One run. `status` is "ok", "stopped" (`reason` says why), "unsupported", "oom" or "killed". Losses are in nats a
+    token: the mean training loss of the last 20 steps, and the validation loss at the end. `zero_gradient_share` is the
+    largest that was counted."""
+
+    variant: str
+    seed: int
+    processes: int
+    steps: int
+    status: str
+    reason: str
+    train_loss: float | None = None
+    validation_loss: float | None = None
+    skipped_steps: int | None = None
+    zero_gradient_share: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ConvergenceTableRow:
+    """One variant over its seeds: mean, sample deviation, least and largest validation loss of the runs that ended, and
+    by how much the mean differs from the first variant's over the same seeds."""
+
+    variant: str
+    processes: int
+    runs: str  # e.g. "3 of 3"
+    validation_loss: float | None
+    std: float | None
+    least: float | None
+    largest: float | None
+    difference: float | None
+    train_loss: float | None
+    skipped_steps: int
+    zero_gradient_share: float | None
+    tokens_per_s: float | None
+
+
+ROW_COLUMNS = {
+    "variant": "variant",
+    "seed": "seed",
+    "status": "status",
+    "validation_loss": "validation loss",
+    "train_loss": "train loss",
+    "skipped_steps": "steps skipped",
+    "zero_gradient_share": "zero gradients",
+    "tokens_per_s": "tokens/s",
+}
+TABLE_COLUMNS = {
+    "variant": "variant",
+    "processes": "processes",
+    "runs": "runs",
+    "validation_loss": "validation loss",
+    "std": "± over seeds",
+    "least": "least",
+    "largest": "largest",
+    "difference": "against the first",
+    "train_loss": "train loss",
+    "skipped_steps": "steps skipped",
+    "zero_gradient_share": "zero gradients",
+    "tokens_per_s": "tokens/s",
+}
+
+
+def run_convergence(
+    command: str,
+    *,
+    variant: tuple[str, ...],
+    seed: tuple[int, ...],
+    processes: int,
+    out: Path,
+    resume: bool,
+    device: str,
+    **base: Any,
+) -> list[ConvergenceRow]:
+    """Trains every variant with every seed, in folders of their own under `out`, and writes rows, table and picture.
+
+    Bad input ends the program with status 2 before anything is built. A variant that this machine cannot run is a row.
+    """
+    with refusing_bad_input():
+        check(len(variant) > 0 and len(seed) > 0, "variant", variant, "needs at least one, and one seed")
+        for name in variant:
+            check(name in VARIANTS, "variant", name, f"must be one of {', '.join(VARIANTS)}")
+        check_writable(out)
+        device, provenance = resolve_device(device, command)
+        base_config = TrainConfig(**base, device=device, out=out)
+        _, _, tokens = check_run(base_config)
+        results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
+    try:
+        for value in seed:
+            for name in variant:
+                if not any((row.variant, row.seed) == (name, value) for row in results.rows):
+                    folder = out / name / f"seed-{value}"
+                    row = _train(base_config, name, value, processes, folder, resume, tokens, provenance)
+                    results.append(row)
+    except KeyboardInterrupt:
+        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        if results.rows:
+            note = convergence_table(results.rows)
+            results.write_tables(ROW_COLUMNS, note)
+            print(note)
+            plot_convergence(results.rows, out, out / "convergence.png")
+    return results.rows
+
+
+def _train(
+    base: TrainConfig,
+    variant: str,
+    seed: int,
+    processes: int,
+    folder: Path,
+    resume: bool,
+    tokens: TokenFile,
+    provenance: Provenance,
+) -> ConvergenceRow:
+    row: dict[str, Any] = {"variant": variant, "seed": seed, "processes": 1, "steps": base.steps}
+    changes = dict(VARIANTS[variant])
+    if "parallel" in changes:
+        changes["processes"] = row["processes"] = processes
+    try:
+        config = dataclasses.replace(base, **changes, seed=seed, out=folder)
+        _, world_size, _ = check_run(config)
+    except ValueError as error:
+        return ConvergenceRow(**row, status="unsupported", reason=str(error))
+    if resume:
+        config = dataclasses.replace(config, resume=True)
+        with refusing_bad_input():  # another run than the one that is there
+            check_run(config)
+    print(f"{variant}, seed {seed}", file=sys.stderr)
+    arguments = (config, tokens, config.device, provenance)
+    if config.parallel == "none":
+        outcome = run_isolated(train_rank, None, *arguments)
+    else:
+        options = GroupOptions("cuda" if config.device.startswith("cuda") else "cpu")
+        outcome = Outcome("ok", spawn_ranks(train_rank, *arguments, world_size=world_size, options=options)[0])
+    if outcome.status != "ok":
+        return ConvergenceRow(**row, status=outcome.status, reason=outcome.reason)
+    return ConvergenceRow(**row, **_results(outcome.value, folder))
+
+
+def _results(summary: Summary, folder: Path) -> dict[str, Any]:
+    lines = [line for line in read_metrics(folder / METRICS) if line["kind"] == "train"]
+    shares = [line["zero_gradient_share"] for line in lines if line["zero_gradient_share"] is not None]
+    is_finished = summary.status == "finished"
+    return {
+        "status": "ok" if is_finished else summary.status,
+        "reason": summary.reason,
+        "train_loss": statistics.fmean(line["loss"] for line in lines[-_LAST:]) if is_finished else None,
+        "validation_loss": summary.validation_loss if is_finished else None,
+        "skipped_steps": summary.skipped_steps,
+        "zero_gradient_share": max(shares, default=None),
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines),
+    }
+
+
+def summarize(rows: Sequence[ConvergenceRow]) -> list[ConvergenceTableRow]:
+    """A row a variant, in the order of the first run of each."""
+    losses = {(row.variant, row.seed): row.validation_loss for row in rows if row.validation_loss is not None}
+    first = rows[0].variant
+    table = []
+    for variant in dict.fromkeys(row.variant for row in rows):
+        mine = [row for row in rows if row.variant == variant]
+        ended = [row for row in mine if row.validation_loss is not None]
+        found = [losses[variant, row.seed] for row in ended]
+        pairs = [losses[variant, row.seed] - losses[first, row.seed] for row in ended if (first, row.seed) in losses]
+        shares = [row.zero_gradient_share for row in mine if row.zero_gradient_share is not None]
+        table.append(
+            ConvergenceTableRow(
+                variant=variant,
+                processes=mine[0].processes,
+                runs=f"{len(ended)} of {len(mine)}",
+                validation_loss=_mean(found),
+                std=statistics.stdev(found) if len(found) > 1 else None,
+                least=min(found, default=None),
+                largest=max(found, default=None),
+                difference=_mean(pairs),
+                train_loss=_mean([row.train_loss for row in ended]),
+                skipped_steps=sum(row.skipped_steps or 0 for row in mine),
+                zero_gradient_share=max(shares, default=None),
+                tokens_per_s=_mean([row.tokens_per_s for row in ended]),
+            )
+        )
+    return table
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
+
+
+def convergence_table(rows: Sequence[ConvergenceRow]) -> str:
+    """Markdown: a row a variant, and beneath it why runs did not end."""
+    table = [list(TABLE_COLUMNS.values()), [":--"] + ["--:"] * (len(TABLE_COLUMNS) - 1)]
+    for row in summarize(rows):
+        table.append([_shown(name, getattr(row, name)) for name in TABLE_COLUMNS])
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    seeds: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.status != "ok":
+            seeds.setdefault((row.variant, row.status, row.reason), []).append(str(row.seed))
+    for (variant, status, reason), which in seeds.items():
+        lines.append(f"\n{variant}, seed {', '.join(which)}: {status}. {reason}")
+    return "\n".join(lines)
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, float) and name in ("validation_loss", "std", "least", "largest", "difference", "train_loss"):
+        return f"{value:+.4f}" if name == "difference" else f"{value:.4f}"
+    return format_value(value)
+
+
+def plot_convergence(rows: Sequence[ConvergenceRow], out: Path, path: Path) -> None:
+    """Validation losses over steps, a colour a variant: the mean over seeds, and a band from least to largest."""
+    figure, axes = new_figure(width=7.0, height=4.5)
+    axis = axes[0, 0]
+    for index, variant in enumerate(dict.fromkeys(row.variant for row in rows)):
+        curves = []
+        for row in rows:
+            metrics = out / variant / f"seed-{row.seed}" / METRICS
+            if row.variant == variant and metrics.exists():
+                lines = [line for line in read_metrics(metrics) if line["kind"] == "validation"]
+                curves.append({line["step"]: float(line["loss"]) for line in lines})
+        if not curves:
+            continue
+        steps = sorted(set[int]().union(*curves))
+        at = [[curve[step] for curve in curves if step in curve] for step in steps]
+        style = {"color": COLOURS[index % len(COLOURS)], "linestyle": "-" if index < len(COLOURS) else "--"}
+        axis.plot(steps, [statistics.fmean(values) for values in at], label=variant, linewidth=1, **style)
+        axis.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=style["color"], alpha=0.15)
+    axis.set_xlabel("step")
+    axis.set_ylabel("validation loss, nats a token")
+    axis.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)

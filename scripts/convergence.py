@@ -1,0 +1,63 @@
+"""Train one small model with each technique and several seeds, to see that they converge alike.
+
+A variant is a precision, an attention or a parallel scheme; each run is scripts/train.py's, with the same data in the
+same order. Under --out are each run's metrics, and a table and a picture of all of them:
+
+    python scripts/convergence.py --size small --ctx 256 --steps 1000
+    python scripts/convergence.py --variant fp32 fp16 fp16-unscaled --seed 0 1 2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336_systems.cli import command_line, parse
+
+
+@dataclass(frozen=True)
+class Arguments:
+    variant: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp16-unscaled", "fp32-flash", "bf16-flash",
+                                "ddp", "bucketed", "ddp-sharded-optimizer", "fsdp")  # fmt: skip
+    """Also tf32 and bf16-fsdp. The others are compared with the first; what can't run here is a row that says so."""
+    seed: tuple[int, ...] = (0, 1, 2)
+    """Of the weights and of the order of the data."""
+    processes: int = 2
+    """Ranks of the parallel variants, one a GPU."""
+    data: Path | None = None
+    """As for scripts/train.py: any text file, .npy or .bin; without it, Python's own library."""
+    size: str = "tiny"
+    """A named size."""
+    ctx: int = 128
+    """Context length, in tokens."""
+    batch_size: int = 16
+    """Sequences of an optimizer step, over all processes."""
+    steps: int = 300
+    """Optimizer steps of each run."""
+    warmup_steps: int = 20
+    """Steps over which the learning rate rises."""
+    learning_rate: float = 1e-3
+    """The highest."""
+    min_learning_rate: float = 1e-4
+    """That of the last step."""
+    validate_every: int = 25
+    """Steps."""
+    checkpoint_every: int = 1000
+    """Steps."""
+    device: str = "auto"
+    """cpu, cuda, or auto: the GPU if there is one."""
+    out: Path = Path("out/convergence")
+    """Folder for the runs and the results."""
+    resume: bool = False
+    """Keep the rows under --out, and go on with the runs that have none."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.convergence import run_convergence
+
+    run_convergence(command_line(), **vars(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The comparison of techniques by their losses: every run is a row, and the table and picture are made of the rows."""
+
+import dataclasses
+
+import pytest
+
+from cs336_systems.benchmarking.convergence import (
+    VARIANTS,
+    ConvergenceRow,
+    convergence_table,
+    run_convergence,
+    summarize,
+)
+from cs336_systems.records import read_results
+from cs336_systems.training.config import TrainArguments, TrainConfig
+from cs336_systems.training.metrics import METRICS
+from tests.training_helpers import QUICK, write_text
+
+
+def _run(folder, **changes):
+    base = {name: value for name, value in QUICK.items() if name != "checkpoint_every"}
+    arguments = {"variant": ("fp32", "ddp", "tf32"), "seed": (0, 1), "processes": 2, "resume": False, "steps": 4}
+    out = folder / "runs"
+    return run_convergence("command", out=out, data=write_text(folder), **{**base, **arguments, **changes})
+
+
+def test_each_variant_and_seed_is_trained_once(tmp_path, capsys):
+    rows = _run(tmp_path)
+    assert [(row.variant, row.seed, row.status) for row in rows] == [
+        ("fp32", 0, "ok"),
+        ("ddp", 0, "ok"),
+        ("tf32", 0, "unsupported"),
+        ("fp32", 1, "ok"),
+        ("ddp", 1, "ok"),
+        ("tf32", 1, "unsupported"),
+    ]
+    losses = {(row.variant, row.seed): row.validation_loss for row in rows}
+    for seed in (0, 1):
+        assert losses["ddp", seed] == pytest.approx(losses["fp32", seed], rel=1e-4)
+    assert losses["fp32", 0] != losses["fp32", 1]
+    assert (
+        "tf32, seed 0, 1: unsupported. precision='tf32': is a mode of NVIDIA's tensor cores" in capsys.readouterr().out
+    )
+    assert (tmp_path / "runs" / "ddp" / "seed-1" / METRICS).exists()
+    assert (tmp_path / "runs" / "convergence.png").stat().st_size > 10_000
+    again = _run(tmp_path, variant=("fp32", "ddp", "tf32", "bf16"), seed=(0,), resume=True)
+    assert again[:6] == rows
+    assert [(row.variant, row.seed) for row in again[6:]] == [("bf16", 0)]
+    assert read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1] == again
+
+
+def _row(variant, seed, loss, **changes):
+    row = {"processes": 1, "steps": 9, "status": "ok", "reason": "", "train_loss": 2.0, "tokens_per_s": 100.0}
+    return ConvergenceRow(variant, seed, **{**row, "validation_loss": loss, "skipped_steps": 1, **changes})
+
+
+def test_the_table_by_hand():
+    rows = [
+        _row("fp32", 0, 1.0),
+        _row("fp32", 1, 2.0),
+        _row("fp16", 0, 1.5, zero_gradient_share=0.25),
+        _row("fp16", 1, None, status="stopped", reason="the loss is nan", train_loss=None),
+    ]
+    first, second = summarize(rows)
+    assert (first.runs, first.validation_loss, first.least, first.largest, first.difference) == ("2 of 2", 1.5, 1, 2, 0)
+    assert first.std == pytest.approx(0.5**0.5)
+    assert (second.runs, second.validation_loss, second.std, second.difference) == ("1 of 2", 1.5, None, 0.5)
+    assert (second.skipped_steps, second.zero_gradient_share) == (2, 0.25)
+    table = convergence_table(rows)
+    assert "| fp16 | 1 | 1 of 2 | 1.5000 | – | 1.5000 | 1.5000 | +0.5000 | 2.0000 | 2 | 0.25 | 100 |" in table
+    assert "fp16, seed 1: stopped. the loss is nan" in table
+
+
+def test_variants_are_runs_that_can_be():
+    names = {field.name for field in dataclasses.fields(TrainArguments)}
+    for changes in VARIANTS.values():
+        assert set(changes) <= names
+        TrainConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": ("fp8",)}, "error: --variant fp8: must be one of fp32, tf32"),
+        ({"variant": ()}, "needs at least one, and one seed"),
+        ({"ctx": 0}, "error: --ctx 0: must be at least 1"),
+    ],
+)
+def test_bad_input_is_refused_by_name(tmp_path, capsys, changes, message):
+    with pytest.raises(SystemExit) as refused:
+        _run(tmp_path, **changes)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
