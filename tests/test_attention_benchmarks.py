@@ -21,7 +21,7 @@ from cs336_systems.benchmarking.attention_peers import PEERS
 from cs336_systems.benchmarking.attention_plots import plot_attention, plot_flash
 from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_unsupported
 from cs336_systems.benchmarking.flash_benchmark import FlashRow
-from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
+from cs336_systems.benchmarking.leaderboard_attention import LeaderboardCell, LeaderboardRow, measure_leaderboard
 from cs336_systems.records import read_results
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,6 +155,19 @@ def test_the_leaderboards_timing(tmp_path, run_script):
     assert ours.tflops == pytest.approx(3.5 * 4 * 2 * 64**2 * 64 / 2 / (ours.mean_ms * 1e-3) / 1e12)
     assert (ours.precision, ours.head_dim, ours.is_causal) == ("bf16", 64, True)
     assert "| flash-pytorch" in output
+
+
+def test_sdpa_peers_do_not_share_a_cached_graph(monkeypatch):
+    """AOTAutograd's cache does not know SDPA's backend: with it, cuDNN's row would be FlashAttention-2's time."""
+    import torch
+    from torch._functorch import config
+
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda function: seen.append(config.enable_autograd_cache) or function)
+    shape = {"heads": 1, "length": 8, "head_dim": 8, "precision": "fp32"}
+    measure_leaderboard(LeaderboardCell(implementation="naive", rep_ms=1, warmup_ms=0, device="cpu", **shape))
+    assert seen == [False]
+    assert config.enable_autograd_cache
 
 
 def test_the_leaderboards_rules_are_the_defaults():

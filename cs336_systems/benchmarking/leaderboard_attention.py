@@ -53,6 +53,7 @@ class LeaderboardRow(LeaderboardCell):
 def measure_leaderboard(cell: LeaderboardCell) -> dict[str, Any]:
     """The row's results. Raises `Unsupported` with the implementation's reason."""
     import torch
+    from torch._functorch import config as functorch_config
 
     from cs336_systems.benchmarking.attention_peers import open_peer
     from cs336_systems.benchmarking.call_timing import time_calls
@@ -63,8 +64,11 @@ def measure_leaderboard(cell: LeaderboardCell) -> dict[str, Any]:
     device = prepare_device(cell)
     shape = (3, cell.heads, cell.length, cell.head_dim)
     q, k, v = torch.randn(shape, device=device, dtype=torch_dtype(cell.precision), requires_grad=True)
+    # AOTAutograd's cache on disk knows a graph by its calls to scaled_dot_product_attention, not by the backend that
+    # they may use: with it, every SDPA peer would run the kernels of the first one that was ever compiled here.
+    own_graph = functorch_config.patch(enable_autograd_cache=False)
     # What the peer would compile itself is left to the compilation of the whole.
-    with open_peer(cell.implementation, device, compiler=as_it_is) as attention:
+    with own_graph, open_peer(cell.implementation, device, compiler=as_it_is) as attention:
         compiled = torch.compile(attention)
 
         def forward_and_backward() -> None:
