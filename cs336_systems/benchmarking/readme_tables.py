@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cs336_systems.benchmarking.flash_benchmark import FlashRow
+from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
 from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.records import format_value, read_results
@@ -79,14 +81,20 @@ def step_by_context(results: Path) -> str:
 
 
 def compile_at_256(results: Path) -> str:
-    """The train step with and without torch.compile."""
-    rows, _ = _benchmark_rows(results, "compile")
+    """The train step with and without torch.compile, of the whole model or of each block."""
+    rows, provenance = _benchmark_rows(results, "compile")
     by_cell = {(row.size, row.precision, row.compile): row for row in rows}
     body = [
-        [size, precision, *(_time(by_cell.get((size, precision, how)), "step_mean_ms") for how in ("off", "on"))]
-        for size, precision in dict.fromkeys((row.size, row.precision) for row in rows)
+        [
+            size,
+            precision,
+            *(_time(by_cell.get((size, precision, how)), "step_mean_ms") for how in ("off", "on", "blocks")),
+        ]
+        for size in _sizes(rows)
+        for precision in dict.fromkeys(row.precision for row in rows if row.size == size)
     ]
-    return _table(["size", "precision", "eager step ms", "compiled step ms"], body)
+    table = _table(["size", "precision", "eager step ms", "model compiled", "blocks compiled"], body)
+    return f"{table}\n\n{provenance}"
 
 
 def warmup_at_256(results: Path) -> str:
@@ -104,11 +112,42 @@ def warmup_at_256(results: Path) -> str:
     return _table(["fp32 step ms", *(f"warm-up {count}" for count in counts)], body)
 
 
+def leaderboard(results: Path) -> str:
+    """The 2025 leaderboard's timing of each implementation."""
+    path = results / "leaderboard_attention" / "leaderboard_attention.json"
+    runs, rows, _ = read_results(path, LeaderboardRow)
+    best = min(row.mean_ms for row in rows if row.implementation.startswith("sdpa") and row.mean_ms is not None)
+    body = [
+        [row.implementation, row.mean_ms, row.std_ms, row.tflops, row.mean_ms / best] for row in rows if row.mean_ms
+    ]
+    headings = ["implementation", "mean ms", "± ms", "TFLOP/s", "of SDPA FlashAttention-2's time"]
+    return f"{_table(headings, body)}\n\n*{runs[0].summary()}*"
+
+
+def flash_anchors(results: Path) -> str:
+    """Each implementation at length 16,384, by shape and pass."""
+    runs, rows, _ = read_results(results / "flash_anchors" / "flash_benchmark.json", FlashRow)
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    body = []
+    for shape in dict.fromkeys((row.heads, row.head_dim, row.is_causal, row.phase) for row in rows):
+        heads, head_dim, is_causal, phase = shape
+        cells = {
+            row.implementation: f"{format_value(row.median_ms)} ({row.tflops:.0f})"
+            for row in rows
+            if (row.heads, row.head_dim, row.is_causal, row.phase) == shape and row.tflops is not None
+        }
+        label = f"{heads} × {head_dim}{'' if is_causal else ', not causal'}, {phase}"
+        body.append([label, *(cells.get(name) for name in names)])
+    return f"{_table(['heads × head_dim, pass', *names], body)}\n\n*{runs[0].summary()}*"
+
+
 BLOCKS: dict[str, Block] = {
     "step-at-256": step_at_256,
     "step-by-context": step_by_context,
     "compile-at-256": compile_at_256,
     "warmup-at-256": warmup_at_256,
+    "leaderboard": leaderboard,
+    "flash-anchors": flash_anchors,
 }
 
 
