@@ -84,7 +84,7 @@ def _draw_panel(axis: Any, rows: Sequence[BenchmarkRow], group_by: str, within: 
         if within:
             axis.text(
                 x,
-                bottom + row.step_std_ms,
+                bottom + (row.step_std_ms or 0.0),
                 f" {_bar_label(row, within)}",
                 rotation=90,
                 ha="center",
