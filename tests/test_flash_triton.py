@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 
 from cs336_systems.attention import triton_launch
 from cs336_systems.attention.flash_triton import FlashAttentionTriton, flash_backward, flash_forward
+from cs336_systems.attention.triton_plan import plan_backward, plan_forward
 from cs336_systems.attention.triton_tuning import KernelConfig
 
 # NumPy's, about how the interpreter reads a loop's bounds.
@@ -56,14 +57,16 @@ def poisoned_like(x: Tensor) -> Tensor:
     return torch.full_like(x, math.nan)
 
 
-def run_kernels(q, k, v, do, is_causal, scale, config=None, plan=None, dropout=(0.0, 0, 0), n_chunks=1):
+def run_kernels(q, k, v, do, is_causal, scale, config=None, passes=None, dropout=(0.0, 0, 0), n_chunks=1):
     """o, lse, dq, dk, dv with the kernels' configurations given, into buffers full of NaN."""
-    problem = triton_launch.make_problem(q, k, is_causal, scale, *dropout)
+    problem = triton_launch.make_problem(q, k, is_causal, scale, dropout[0])
     o, lse = poisoned_like(q), torch.full(q.shape[:3], math.nan, device=q.device)
-    triton_launch.launch_flash_forward(problem, q, k, v, o, lse, config, n_chunks)
-    grads = [torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-    triton_launch.launch_flash_backward(problem, do, q, k, v, o, lse, *grads, plan=plan)
-    return o, lse, *grads
+    strides = [x.stride() for x in (q, k, v, o)]
+    triton_launch.run(plan_forward(problem, *strides, True, config, n_chunks), (q, k, v, o, lse), *dropout[1:])
+    tensors = (do, q, k, v, o, lse, *(torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)))
+    strides = [x.stride() for x in tensors if x is not lse]
+    triton_launch.run(plan_backward(problem, *strides, True, passes=passes), tensors, *dropout[1:])
+    return o, lse, *tensors[-3:]
 
 
 def run_public(q, k, v, do, is_causal, scale, *dropout):
@@ -178,7 +181,9 @@ def test_extreme_scores(dtype, is_causal):
     expected = reference(q, k, v, do, is_causal, 25.0)
     assert expected[1].max() >= 9e3
     # A float32 lse near 1e4 is exact to 5e-4, and so is P = exp(S - lse); dQ and dK multiply what it is off by.
-    for name, actual, x in zip(("o", "lse", "dq", "dk", "dv"), run_public(q, k, v, do, is_causal, 25.0), expected, strict=True):
+    for name, actual, x in zip(
+        ("o", "lse", "dq", "dk", "dv"), run_public(q, k, v, do, is_causal, 25.0), expected, strict=True
+    ):
         error = (actual.double() - x).abs().max().item() / max(1.0, x.abs().max().item())
         allowed = 2e-3 + 20 * TOLERANCE[dtype] if name in ("dq", "dk", "dv") else 2 * TOLERANCE[dtype]
         assert error <= allowed, f"{name}: {error:.2e}"

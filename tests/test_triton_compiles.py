@@ -45,17 +45,7 @@ def compile_case(case: Case) -> dict:
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    from cs336_systems.attention import triton_launch, triton_tuning
-
-    kernels = {
-        "forward": triton_launch.flash_forward_kernel,
-        "combine": triton_launch.flash_combine_kernel,
-        "preprocess": triton_launch.flash_preprocess_kernel,
-    }
-    kernel = kernels.get(case.name, triton_launch.flash_backward_kernel)
-    launches = []
-    for each in {*kernels.values(), triton_launch.flash_backward_kernel}:
-        each.run = lambda *args, grid, warmup, each=each, **options: launches.append((each, args, options))
+    from cs336_systems.attention import triton_launch, triton_plan, triton_tuning
 
     def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -65,16 +55,26 @@ def compile_case(case: Case) -> dict:
     k = tensor(1, 2, length, case.head_dim, dtype=dtype)
     lse = tensor(1, 2 * case.group, length, dtype=torch.float32)
     gpu = triton_tuning.Gpu("", case.arch, 100, 1024 * SHARED_MEMORY_KIB[case.arch])
-    problem = triton_launch.make_problem(q, k, case.is_causal, 0.125, case.dropout_p, gpu=gpu)
+    problem = triton_launch.make_problem(q, k, case.is_causal, 0.125, case.dropout_p, gpu)
     if case.name in ("forward", "combine"):
+        tensors = (q, k, k, q, lse)
+        strides = [x.stride() for x in tensors[:4]]
         config = triton_tuning.choose("forward", problem, case.use_tma)
-        triton_launch.launch_flash_forward(problem, q, k, k, q, lse, config, 2 if case.name == "combine" else 1)
+        plan = triton_plan.plan_forward(problem, *strides, True, config, 2 if case.name == "combine" else 1)
     else:
+        tensors = (q, q, k, k, q, lse, q, k, k)
+        strides = [x.stride() for x in tensors if x is not lse]
         name = "fused" if case.name == "preprocess" else case.name
-        plan = ((name, triton_tuning.choose(name, problem, case.use_tma)),)
-        triton_launch.launch_flash_backward(problem, q, q, k, k, q, lse, q, k, k, plan=plan)
+        passes = ((name, triton_tuning.choose(name, problem, case.use_tma)),)
+        plan = triton_plan.plan_backward(problem, *strides, True, passes=passes)
 
-    (args, options), *_ = [(args, options) for each, args, options in launches if each is kernel]
+    launches = []
+    kernels = [step.kernel for step in plan.steps]
+    for kernel in kernels:
+        kernel.run = lambda *args, grid, warmup, kernel=kernel, **options: launches.append((kernel, args, options))
+    triton_launch.run(plan, tensors)
+    # Of two steps, preprocess is the first, and the kernel that a case is about otherwise the last.
+    kernel, args, options = launches[0 if case.name == "preprocess" else -1]
     options = {**options, "debug": False, "instrumentation_mode": ""}
     target = GPUTarget("cuda", case.arch, 32)
     backend = make_backend(target)

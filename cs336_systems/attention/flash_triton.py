@@ -3,6 +3,7 @@
 The kernels, and Triton itself, are imported at the first call, so that this module imports on machines without Triton.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
+_TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its environment
 
 
 @functools.cache
@@ -30,11 +32,10 @@ def _launchers() -> ModuleType:
 
 def _launchers_for(q: Tensor) -> ModuleType:
     launchers = _launchers()
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
-    if not (q.is_cuda or (q.is_cpu and interpreted)):
+    if not q.is_cuda and not (q.is_cpu and os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE):
         raise RuntimeError(
-            f"the Triton kernels need a CUDA device, and q is on {q.device}; on a CPU they run in Triton's interpreter: "
-            "set TRITON_INTERPRET=1 before Triton is imported"
+            f"the Triton kernels need a CUDA device, and q is on {q.device}; on a CPU they run in Triton's "
+            "interpreter: set TRITON_INTERPRET=1 before Triton is imported"
         )
     if q.dtype not in _DTYPES or q.shape[-1] > _MAX_HEAD_DIM:
         raise ValueError(
@@ -58,7 +59,7 @@ def _forward_into(
     if scale < 0.0:  # the kernels take the maximum of q·k before scaling it
         q, scale = -q, -scale
     with _on_device_of(q):
-        launchers.launch_flash_forward(launchers.make_problem(q, k, is_causal, scale, *dropout), q, k, v, o, lse)
+        launchers.launch_flash_forward(q, k, v, o, lse, is_causal, scale, *dropout)
 
 
 def _backward_into(
@@ -85,21 +86,14 @@ def _backward_into(
         q, scale = -q, -scale
     needs_dq, needs_dkdv = needs[0], needs[1] or needs[2]
     with _on_device_of(q):
-        problem = launchers.make_problem(q, k, is_causal, scale, *dropout)
-        launchers.launch_flash_backward(problem, do, q, k, v, o, lse, *grads, needs_dq, needs_dkdv)
+        launchers.launch_flash_backward(
+            do, q, k, v, o, lse, *grads, is_causal, scale, *dropout, needs_dq=needs_dq, needs_dkdv=needs_dkdv
+        )
     if negative and needs_dq:
         grads[0].neg_()
 
 
-class _Nothing:
-    """A context manager that does nothing, at no cost."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()
 
 
 def _on_device_of(x: Tensor) -> Any:

@@ -1,42 +1,25 @@
-"""From tensors to kernel launches: what the FlashAttention-2 kernels are told about a call, and in which order they run.
+"""From tensors to kernel launches: the host code between `flash_triton.py` and the kernels.
 
-This is the only host code between `flash_triton.py` and the kernels. Below a length of about 4,096 it takes longer
-than they do, so it is kept lean: no PyTorch operator but allocations, and `_launch` skips Triton's own dispatch.
+Triton examines every argument at every launch, and costs more by that than a short sequence's kernels take. Whatever it
+specialises on is the same for calls of equal shapes, strides, dtype and flags, on the same device, with aligned memory.
+So the plan of such calls is made once (`triton_plan.py`), keeps its compiled kernels, and launches them directly.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.triton_backward import flash_backward_kernel, flash_preprocess_kernel
-from cs336_systems.attention.triton_forward import flash_combine_kernel, flash_forward_kernel
-from cs336_systems.attention.triton_tuning import (
-    INTERPRETER,
-    Gpu,
-    KernelConfig,
-    Plan,
-    Problem,
-    choose,
-    choose_backward,
-    chunk_size,
-    wants_tma,
-)
+from cs336_systems.attention.triton_plan import LaunchPlan, Tile, plan_backward, plan_forward
+from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Problem
 
-# Rows of the backward pass's per-row buffer are padded to a multiple of this, the largest tile of queries.
-ROW_PADDING = 128
-_LOG2_E = 1.4426950408889634
 _SMALLEST_SCALE = 1e-30
+_MAX_PLANS = 4096  # every new length makes one: they must not pile up for ever
 
-# The kernels around the main ones are bound by memory; small tiles spread short sequences over the card.
-_ROWS_OF_MEMORY_BOUND_TILES = 16
-_MEMORY_BOUND = KernelConfig(block_own=16, block_step=16, num_warps=4, num_stages=1)
-
-_compiled: dict[tuple, Any] = {}
-_MAX_COMPILED = 4096  # keys hold strides, so every new length adds one: it must not grow for ever
+_plans: dict[tuple, LaunchPlan] = {}
 
 
 @functools.cache
@@ -48,11 +31,6 @@ def _gpu_of(device: torch.device) -> Gpu:
         n_sm=properties.multi_processor_count,
         shared_memory_bytes=properties.shared_memory_per_block_optin,
     )
-
-
-@functools.cache
-def _block_d_of(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
 
 
 def _dot_precision(dtype: torch.dtype, head_dim: int, arch: int) -> str:
@@ -68,14 +46,7 @@ def _dot_precision(dtype: torch.dtype, head_dim: int, arch: int) -> str:
 
 
 def make_problem(
-    q: Tensor,
-    k: Tensor,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float = 0.0,
-    seed: int = 0,
-    offset: int = 0,
-    gpu: Gpu | None = None,
+    q: Tensor, k: Tensor, is_causal: bool, scale: float, dropout_p: float = 0.0, gpu: Gpu | None = None
 ) -> Problem:
     """What the kernels need to know of q (batch, heads, n_queries, head_dim), k (batch, kv_heads, n_keys, head_dim)
     and the call. scale must not be negative; gpu is by default the one that q is on."""
@@ -88,159 +59,101 @@ def make_problem(
         n_queries=n_queries,
         n_keys=k.shape[2],
         head_dim=head_dim,
-        block_d=_block_d_of(head_dim),
+        block_d=max(16, triton.next_power_of_2(head_dim)),
         dtype=q.dtype,
         is_causal=is_causal,
         scale=max(scale, _SMALLEST_SCALE),  # -inf·0, of a masked score, would be NaN
         dropout_p=dropout_p,
         dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        seed=seed,
-        offset=offset,
         precision=_dot_precision(q.dtype, head_dim, gpu.arch),
         gpu=gpu,
     )
 
 
-def _launch(
-    kernel: Any,
-    n_programs: int,
-    config: KernelConfig,
-    tensors: tuple[Any, ...],  # tensors, or tensor descriptors
-    strides: tuple[tuple[int, ...], ...],
-    numbers: tuple[float, ...],  # what the kernel declares do_not_specialize, and floats
-    constants: tuple[Any, ...],  # the kernel's tl.constexpr parameters
-) -> None:
-    """kernel[(n_programs,)](*tensors, *strides, *numbers, *constants), compiled as config says.
-
-    Triton's own dispatch examines every argument at every launch. All that it specialises on here is dtypes, constants,
-    strides, whether pointers are 16-byte aligned, and the device: so the compiled kernel is kept by those, for aligned
-    pointers, and launched directly. Other pointers, launch hooks (a profiler's) and the interpreter take Triton's way.
-    """
+def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: int = 0) -> None:
+    """Launch a plan's steps on the tensors that it was made for, on the current stream."""
+    for shape in plan.scratch:
+        tensors = (*tensors, torch.empty(shape, dtype=torch.float32, device=tensors[0].device))
+    pointers = [x.data_ptr() for x in tensors]
+    is_aligned = _are_aligned(pointers)
     device = tensors[0].get_device()
-    key = (kernel, device, config, strides, constants, tuple([x.dtype for x in tensors if isinstance(x, Tensor)]))
-    compiled = _compiled.get(key)
-    arguments = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-    is_aligned = not any([pointer & 15 for pointer in arguments if isinstance(pointer, int)])
-    hooks = triton.knobs.runtime
-    if compiled is None or not is_aligned or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        compiled = kernel[(n_programs,)](
-            *tensors, *strides, *numbers, *constants, num_warps=config.num_warps, num_stages=config.num_stages
-        )
-        if compiled is not None and is_aligned:
-            if len(_compiled) >= _MAX_COMPILED:
-                _compiled.clear()
-            _compiled[key] = compiled
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(
-        n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *arguments, *strides, *numbers, *constants,
-    )  # fmt: skip
+    hooks = triton.knobs.runtime  # a profiler's
+    is_direct = is_aligned and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
+    for i, step in enumerate(plan.steps):
+        seeds = (seed, offset) if step.takes_seed else ()
+        compiled = plan.compiled[i] if is_direct else None
+        if compiled is None:
+            operands = [tensors[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+            compiled = step.kernel[(step.n_programs,)](
+                *operands, *step.strides, *step.numbers, *seeds, *step.constants,
+                num_warps=step.config.num_warps, num_stages=step.config.num_stages,
+            )  # fmt: skip
+            if is_aligned:  # stays None in the interpreter
+                plan.compiled[i] = compiled
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            operands = [pointers[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+            compiled.run(
+                step.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *operands, *step.strides, *step.numbers, *seeds, *step.constants,
+            )  # fmt: skip
 
 
-def _tma_ready(x: Tensor) -> bool:
-    """Whether a tensor descriptor can describe x: unit last stride, everything else 16-byte aligned."""
-    unit = 16 // x.element_size()
-    *outer, last = x.stride()
-    return last == 1 and x.data_ptr() % 16 == 0 and all(stride % unit == 0 and stride > 0 for stride in outer)
+def _are_aligned(pointers: list[int]) -> bool:
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    return bits & 15 == 0
 
 
-def _descriptors(rows: int, block_d: int, *tensors: Tensor) -> tuple[TensorDescriptor, ...]:
-    return tuple(TensorDescriptor(x, x.shape, x.stride(), [1, 1, rows, block_d]) for x in tensors)
+def _descriptor(tensors: tuple[Tensor, ...], tile: Tile) -> TensorDescriptor:
+    x = tensors[tile.tensor]
+    return TensorDescriptor(x, x.shape, x.stride(), tile.shape)
+
+
+def _planned(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = make()
+    return plan
 
 
 def launch_flash_forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    config: KernelConfig | None = None,
-    n_chunks: int | None = None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
+) -> None:  # fmt: skip
     """Fill o and lse. q (batch, heads, n_queries, head_dim), k, v (batch, kv_heads, n_keys, head_dim), all of one
-    dtype; o like q; lse (batch, heads, n_queries) float32, contiguous. `config` and `n_chunks` (into how many chunks
-    keys are cut, at most) override the tuned choice."""
-    if config is None:
-        config = choose("forward", problem, wants_tma(problem, is_backward=False) and _tma_ready(k) and _tma_ready(v))
-    own, step = config.block_own, config.block_step
-    n_blocks = -(-problem.n_queries // own) * problem.batch * problem.heads
-    chunk_keys = chunk_size(problem, config, n_blocks, n_chunks)
-    n_chunks = -(-problem.n_keys // chunk_keys)
-    o_chunks, lse_chunks = o, lse
-    if n_chunks > 1:
-        o_chunks = torch.empty((n_chunks * o.shape[0], *o.shape[1:]), dtype=torch.float32, device=o.device)
-        lse_chunks = torch.empty((n_chunks, *lse.shape), dtype=torch.float32, device=o.device)
-    k_step, v_step = _descriptors(step, problem.block_d, k, v) if config.use_tma else (k, v)
-    _launch(
-        flash_forward_kernel, n_blocks * n_chunks, config,
-        (q, k_step, v_step, o_chunks, lse_chunks),
-        (q.stride(), k.stride(), v.stride(), o_chunks.stride()),
-        (problem.batch, problem.heads, problem.n_queries, problem.n_keys, chunk_keys, problem.scale * _LOG2_E,
-         problem.dropout_p, problem.dropout_scale, problem.seed, problem.offset),
-        (problem.group, problem.is_causal, problem.dropout_p > 0, problem.head_dim, problem.block_d, problem.precision,
-         own, step, config.use_tma),
-    )  # fmt: skip
-    if n_chunks > 1:
-        rows = _ROWS_OF_MEMORY_BOUND_TILES
-        _launch(
-            flash_combine_kernel, -(-problem.n_queries // rows) * problem.batch * problem.heads, _MEMORY_BOUND,
-            (o_chunks, lse_chunks, o, lse), (o_chunks.stride(), o.stride()),
-            (problem.batch, problem.heads, problem.n_queries, n_chunks),
-            (problem.head_dim, problem.block_d, rows),
-        )  # fmt: skip
+    dtype; o like q; lse (batch, heads, n_queries) float32, contiguous; scale not negative."""
+    is_aligned = _are_aligned([x.data_ptr() for x in (q, k, v, o)])
+    strides = q.stride(), k.stride(), v.stride(), o.stride()
+    precision = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    key = (q.shape, k.shape, strides, q.dtype, q.device, is_aligned, is_causal, scale, dropout_p, precision)
+
+    def make() -> LaunchPlan:
+        return plan_forward(make_problem(q, k, is_causal, scale, dropout_p), *strides, is_aligned)
+
+    run(_planned(key, make), (q, k, v, o, lse), seed, offset)
 
 
 def launch_flash_backward(
-    problem: Problem,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    needs_dq: bool = True,
-    needs_dkdv: bool = True,
-    plan: Plan | None = None,
-) -> None:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    is_causal: bool, scale: float, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
+    needs_dq: bool = True, needs_dkdv: bool = True,
+) -> None:  # fmt: skip
     """Fill dq if it is needed, dk and dv if either is. Shapes and dtypes as in the forward pass: do, dq like q; dk like
-    k; dv like v. `plan` overrides the tuned choice of kernels and their configurations."""
-    if plan is None:
-        use_tma = wants_tma(problem, is_backward=True) and _tma_ready(q) and _tma_ready(k) and _tma_ready(v)
-        if use_tma and not _tma_ready(do):
-            do = do.contiguous()  # o.sum().backward() gives an expanded do: one copy buys descriptors for every tile
-        plan = choose_backward(problem, use_tma and _tma_ready(do))
-    batch_heads = problem.batch * problem.heads
-    n_rows = -(-problem.n_queries // ROW_PADDING) * ROW_PADDING
-    rows = torch.empty((2 * batch_heads, n_rows), dtype=torch.float32, device=q.device)
-    _launch(
-        flash_preprocess_kernel, n_rows // _ROWS_OF_MEMORY_BOUND_TILES * batch_heads, _MEMORY_BOUND,
-        (o, do, lse, rows), (o.stride(), do.stride()), (problem.heads, problem.n_queries, n_rows),
-        (problem.head_dim, problem.block_d, _ROWS_OF_MEMORY_BOUND_TILES),
-    )  # fmt: skip
-    for name, config in plan:
-        own, step = config.block_own, config.block_step
-        run_dkdv = needs_dkdv and name != "dq"
-        run_dq = needs_dq and name != "dkdv"
-        key_programs = -(-problem.n_keys // own) * problem.batch * (problem.heads // problem.group)
-        query_programs = -(-problem.n_queries // own) * batch_heads
-        n_programs = run_dkdv * key_programs + run_dq * query_programs
-        if not n_programs:
-            continue
-        stepped = (q, k, v, do, rows)
-        if config.use_tma:
-            rows_step = TensorDescriptor(rows, rows.shape, rows.stride(), [1, step])
-            stepped = (*_descriptors(step, problem.block_d, q, k, v, do), rows_step)
-        _launch(
-            flash_backward_kernel, n_programs, config,
-            (q, k, v, do, *stepped, rows, dq, dk, dv),
-            (q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(), dk.stride(), dv.stride()),
-            (problem.batch, problem.heads, problem.n_queries, problem.n_keys, n_rows, problem.scale,
-             problem.scale * _LOG2_E, problem.dropout_p, problem.dropout_scale, problem.seed, problem.offset),
-            (problem.group, problem.is_causal, problem.dropout_p > 0, problem.head_dim, problem.block_d,
-             problem.precision, own, step, config.use_tma, run_dkdv, run_dq),
-        )  # fmt: skip
+    k; dv like v."""
+    is_aligned = _are_aligned([x.data_ptr() for x in (do, q, k, v, o, dq, dk, dv)])
+    strides = tuple([x.stride() for x in (do, q, k, v, o, dq, dk, dv)])
+    needs = needs_dq, needs_dkdv
+    precision = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    key = (q.shape, k.shape, strides, q.dtype, q.device, is_aligned, is_causal, scale, dropout_p, needs, precision)
+
+    def make() -> LaunchPlan:
+        return plan_backward(make_problem(q, k, is_causal, scale, dropout_p), *strides, is_aligned, *needs)
+
+    plan = _planned(key, make)
+    if plan.copies_do:
+        do = do.contiguous()
+    run(plan, (do, q, k, v, o, lse, dq, dk, dv), seed, offset)

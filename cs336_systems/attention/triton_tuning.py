@@ -24,7 +24,7 @@ class KernelConfig(NamedTuple):
 
 
 # What the backward pass launches after the preprocess: ("dkdv", …) and ("dq", …), or both at once: ("fused", …).
-Plan = tuple[tuple[Pass, KernelConfig], ...]
+Passes = tuple[tuple[Pass, KernelConfig], ...]
 
 
 class Gpu(NamedTuple):
@@ -54,8 +54,6 @@ class Problem(NamedTuple):
     scale: float
     dropout_p: float
     dropout_scale: float  # 1 / (1 - dropout_p)
-    seed: int
-    offset: int
     precision: str  # tl.dot's input_precision
     gpu: Gpu
 
@@ -115,13 +113,8 @@ _ANY_32_BIT = _rows(
     use_tma=False,
 )
 # Triton 3.6 has no tensor-core products for sm_75: its dots are scalar, and tiles of 64 spill.
-_TURING = _rows(
-    dict.fromkeys(
-        ("forward", "dkdv", "dq", "fused"),
-        [(32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)],
-    ),
-    use_tma=False,
-)
+_TURING_ROWS = [(32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)]
+_TURING = _rows({name: _TURING_ROWS for name in ("forward", "dkdv", "dq", "fused")}, use_tma=False)
 _INTERPRETER = KernelConfig(32, 32, 4, 1)
 
 
@@ -149,7 +142,7 @@ def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
     return table[name, problem.block_d]
 
 
-def choose_backward(problem: Problem, use_tma: bool) -> Plan:
+def choose_backward(problem: Problem, use_tma: bool) -> Passes:
     """One launch for dK, dV and dQ where the programs of either would leave much of the card idle, else two."""
     config = choose("fused", problem, use_tma)
     rows = problem.heads * problem.n_queries + problem.heads // problem.group * problem.n_keys
