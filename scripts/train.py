@@ -6,7 +6,7 @@
     python scripts/train.py --resume                              # after Ctrl-C, a kill or a crash
 
 Under --out it leaves metrics.jsonl (one JSON object a line), train.png and checkpoints. Resumed runs go on as if they
-had never stopped: on a CPU the losses are the same bit for bit.
+had never stopped: on a CPU, with as many threads, the losses are the same bit for bit.
 """
 
 from __future__ import annotations

@@ -418,3 +418,14 @@ def test_it_learns_on_a_card(tmp_path, precision, attention):
     state = trainer.state()
     resumed = Trainer(config, tokens_of(config), torch.device("cuda"), state)
     assert resumed.validation_loss() == pytest.approx(trainer.validation_loss(), rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", ["on", "blocks"])
+def test_compiled_steps_agree_with_eager_ones(tmp_path, compile, annotations_unchecked):
+    losses = {}
+    for how in ("off", compile):
+        config = make_config(tmp_path, device="cuda", compile=how, d_model=64, d_ff=96, ctx=64)
+        trainer = Trainer(config, tokens_of(config), torch.device("cuda"))
+        losses[how] = [trainer.step(step).loss for step in range(1, 9)]
+    assert losses[compile] == pytest.approx(losses["off"], rel=1e-3)
