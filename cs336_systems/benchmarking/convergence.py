@@ -259,24 +259,41 @@ def _shown(name: str, value: Any) -> str:
 
 
 def plot_convergence(rows: Sequence[ConvergenceRow], out: Path, path: Path) -> None:
-    """Validation losses over steps, a colour a variant: the mean over seeds, and a band from least to largest."""
-    figure, axes = new_figure(width=7.0, height=4.5)
-    axis = axes[0, 0]
-    for index, variant in enumerate(dict.fromkeys(row.variant for row in rows)):
-        curves = []
-        for row in rows:
-            metrics = out / variant / f"seed-{row.seed}" / METRICS
-            if row.variant == variant and metrics.exists():
-                lines = [line for line in read_metrics(metrics) if line["kind"] == "validation"]
-                curves.append({line["step"]: float(line["loss"]) for line in lines})
-        if not curves:
-            continue
-        steps = sorted(set[int]().union(*curves))
-        at = [[curve[step] for curve in curves if step in curve] for step in steps]
+    """Validation losses over steps, a colour a variant: the mean over seeds and a band from least to largest; and
+    beside them each variant's mean difference from the first, over the same seeds."""
+    curves: dict[str, dict[int, dict[int, float]]] = {}  # variant, seed, step
+    for row in rows:
+        metrics = out / row.variant / f"seed-{row.seed}" / METRICS
+        if metrics.exists():
+            lines = [line for line in read_metrics(metrics) if line["kind"] == "validation"]
+            curve = {line["step"]: float(line["loss"]) for line in lines}
+            curves.setdefault(row.variant, {})[row.seed] = curve
+    figure, axes = new_figure(columns=2, width=5.5, height=4.2)
+    loss_axis, difference_axis = axes[0]
+    first = rows[0].variant
+    for index, (variant, by_seed) in enumerate(curves.items()):
         style = {"color": COLOURS[index % len(COLOURS)], "linestyle": "-" if index < len(COLOURS) else "--"}
-        axis.plot(steps, [statistics.fmean(values) for values in at], label=variant, linewidth=1, **style)
-        axis.fill_between(steps, [min(v) for v in at], [max(v) for v in at], color=style["color"], alpha=0.15)
-    axis.set_xlabel("step")
-    axis.set_ylabel("validation loss, nats a token")
-    axis.legend(frameon=False, fontsize=8)
+        at = _by_step(list(by_seed.values()))
+        loss_axis.plot(list(at), [statistics.fmean(v) for v in at.values()], label=variant, linewidth=1, **style)
+        least, largest = [min(v) for v in at.values()], [max(v) for v in at.values()]
+        loss_axis.fill_between(list(at), least, largest, color=style["color"], alpha=0.12)
+        base = curves.get(first, {})
+        differences = [
+            {step: loss - base[seed][step] for step, loss in curve.items() if step in base[seed]}
+            for seed, curve in by_seed.items()
+            if seed in base
+        ]
+        at = _by_step(differences)
+        difference_axis.plot(list(at), [statistics.fmean(v) for v in at.values()], linewidth=1, **style)
+    loss_axis.set_ylabel("validation loss, nats a token")
+    difference_axis.set_ylabel(f"difference from {first}, same seeds")
+    for axis in (loss_axis, difference_axis):
+        axis.set_xlabel("step")
+    if curves:
+        loss_axis.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
+
+
+def _by_step(curves: Sequence[dict[int, float]]) -> dict[int, list[float]]:
+    steps = sorted(set[int]().union(*curves))
+    return {step: [curve[step] for curve in curves if step in curve] for step in steps}
