@@ -168,7 +168,7 @@ def _fail(context: RankContext, failing: int, how: str, started: Path) -> None:
         if how == "raises":
             raise ArithmeticError("no such gradient")
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3600)  # in no collective through which it could notice
+    time.sleep(4 * END_S)  # in no collective through which it could notice
 
 
 @pytest.mark.parametrize("kind", ENVIRONMENTS)
