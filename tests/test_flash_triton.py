@@ -62,10 +62,10 @@ def run_kernels(q, k, v, do, is_causal, scale, config=None, passes=None, dropout
     problem = triton_launch.make_problem(q, k, is_causal, scale, dropout[0])
     o, lse = poisoned_like(q), torch.full(q.shape[:3], math.nan, device=q.device)
     strides = [x.stride() for x in (q, k, v, o)]
-    triton_launch.run(plan_forward(problem, *strides, True, config, n_chunks), (q, k, v, o, lse), *dropout[1:])
+    triton_launch.run(plan_forward(problem, strides, True, config, n_chunks), (q, k, v, o, lse), *dropout[1:])
     tensors = (do, q, k, v, o, lse, *(torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)))
     strides = [x.stride() for x in tensors if x is not lse]
-    triton_launch.run(plan_backward(problem, *strides, True, passes=passes), tensors, *dropout[1:])
+    triton_launch.run(plan_backward(problem, strides, True, passes=passes), tensors, *dropout[1:])
     return o, lse, *tensors[-3:]
 
 

@@ -60,13 +60,13 @@ def compile_case(case: Case) -> dict:
         tensors = (q, k, k, q, lse)
         strides = [x.stride() for x in tensors[:4]]
         config = triton_tuning.choose("forward", problem, case.use_tma)
-        plan = triton_plan.plan_forward(problem, *strides, True, config, 2 if case.name == "combine" else 1)
+        plan = triton_plan.plan_forward(problem, strides, True, config, 2 if case.name == "combine" else 1)
     else:
         tensors = (q, q, k, k, q, lse, q, k, k)
         strides = [x.stride() for x in tensors if x is not lse]
         name = "fused" if case.name == "preprocess" else case.name
         passes = ((name, triton_tuning.choose(name, problem, case.use_tma)),)
-        plan = triton_plan.plan_backward(problem, *strides, True, passes=passes)
+        plan = triton_plan.plan_backward(problem, strides, True, passes=passes)
 
     launches = []
     kernels = [step.kernel for step in plan.steps]

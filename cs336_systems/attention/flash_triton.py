@@ -178,7 +178,8 @@ class FlashAttentionTriton(torch.autograd.Function):
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         ctx.is_causal, ctx.scale = is_causal, q.shape[-1] ** -0.5
-        _forward_into(*_with_heads(o, lse, q, k, v), is_causal, ctx.scale, 0.0, 0, 0)
+        o4, lse4, q4, k4, v4 = _with_heads(o, lse, q, k, v)
+        _forward_into(o4, lse4, q4, k4, v4, is_causal, ctx.scale, 0.0, 0, 0)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
@@ -186,11 +187,13 @@ class FlashAttentionTriton(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         q, k, v, o, lse = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        tensors = _with_heads(do, q, k, v, o, lse)
-        _backward_into(_with_heads(*grads), *tensors, ctx.is_causal, ctx.scale, (0.0, 0, 0), needs)
-        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq4, dk4, dv4, do4, q4, k4, v4, o4, lse4 = _with_heads(dq, dk, dv, do, q, k, v, o, lse)
+        _backward_into(
+            (dq4, dk4, dv4), do4, q4, k4, v4, o4, lse4, ctx.is_causal, ctx.scale, (0.0, 0, 0), ctx.needs_input_grad[:3]
+        )
+        needs_dq, needs_dk, needs_dv, _ = ctx.needs_input_grad
+        return dq if needs_dq else None, dk if needs_dk else None, dv if needs_dv else None, None
 
 
 def _with_heads(*tensors: Tensor) -> tuple[Tensor, ...]:

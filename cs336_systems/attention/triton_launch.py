@@ -13,8 +13,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cs336_systems.attention.triton_autotune import is_enabled, tuned_passes
 from cs336_systems.attention.triton_plan import LaunchPlan, Tile, plan_backward, plan_forward
-from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Problem
+from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Passes, Problem
 
 _SMALLEST_SCALE = 1e-30
 _MAX_PLANS = 4096  # every new length makes one: they must not pile up for ever
@@ -83,7 +84,7 @@ def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: in
         seeds = (seed, offset) if step.takes_seed else ()
         compiled = plan.compiled[i] if is_direct else None
         if compiled is None:
-            operands = [tensors[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+            operands = [tensors[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
             compiled = step.kernel[(step.n_programs,)](
                 *operands, *step.strides, *step.numbers, *seeds, *step.constants,
                 num_warps=step.config.num_warps, num_stages=step.config.num_stages,
@@ -92,7 +93,7 @@ def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: in
                 plan.compiled[i] = compiled
         else:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            operands = [pointers[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+            operands = [pointers[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
             compiled.run(
                 step.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
                 *operands, *step.strides, *step.numbers, *seeds, *step.constants,
@@ -108,7 +109,7 @@ def _are_aligned(pointers: list[int]) -> bool:
 
 def _descriptor(tensors: tuple[Tensor, ...], tile: Tile) -> TensorDescriptor:
     x = tensors[tile.tensor]
-    return TensorDescriptor(x, x.shape, x.stride(), tile.shape)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), tile.shape)
 
 
 def _planned(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
@@ -131,10 +132,20 @@ def launch_flash_forward(
     precision = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
     key = (q.shape, k.shape, strides, q.dtype, q.device, is_aligned, is_causal, scale, dropout_p, precision)
 
-    def make() -> LaunchPlan:
-        return plan_forward(make_problem(q, k, is_causal, scale, dropout_p), *strides, is_aligned)
+    tensors = (q, k, v, o, lse)
 
-    run(_planned(key, make), (q, k, v, o, lse), seed, offset)
+    def make() -> LaunchPlan:
+        problem = make_problem(q, k, is_causal, scale, dropout_p)
+        plan = plan_forward(problem, strides, is_aligned)
+        if is_enabled(problem):
+
+            def replan(passes: Passes) -> LaunchPlan:
+                return plan_forward(problem, strides, is_aligned, passes[0][1])
+
+            plan = replan(tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), tensors, seed, offset)))
+        return plan
+
+    run(_planned(key, make), tensors, seed, offset)
 
 
 def launch_flash_backward(
@@ -144,16 +155,40 @@ def launch_flash_backward(
 ) -> None:  # fmt: skip
     """Fill dq if it is needed, dk and dv if either is. Shapes and dtypes as in the forward pass: do, dq like q; dk like
     k; dv like v."""
-    is_aligned = _are_aligned([x.data_ptr() for x in (do, q, k, v, o, dq, dk, dv)])
+    tensors = (do, q, k, v, o, lse, dq, dk, dv)
+    is_aligned = _are_aligned([x.data_ptr() for x in tensors])
     strides = tuple([x.stride() for x in (do, q, k, v, o, dq, dk, dv)])
-    needs = needs_dq, needs_dkdv
     precision = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
-    key = (q.shape, k.shape, strides, q.dtype, q.device, is_aligned, is_causal, scale, dropout_p, needs, precision)
+    key = (
+        q.shape,
+        k.shape,
+        strides,
+        q.dtype,
+        q.device,
+        is_aligned,
+        is_causal,
+        scale,
+        dropout_p,
+        precision,
+        needs_dq,
+        needs_dkdv,
+    )
 
     def make() -> LaunchPlan:
-        return plan_backward(make_problem(q, k, is_causal, scale, dropout_p), *strides, is_aligned, *needs)
+        problem = make_problem(q, k, is_causal, scale, dropout_p)
+        plan = plan_backward(problem, strides, is_aligned, needs_dq, needs_dkdv)
+        if is_enabled(problem):
+            measured = (do.contiguous() if plan.copies_do else do, *tensors[1:])
+            laid_out = [x.stride() for x in measured if x is not lse]
+
+            def replan(passes: Passes) -> LaunchPlan:
+                return plan_backward(problem, laid_out, is_aligned, needs_dq, needs_dkdv, passes)
+
+            passes = tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), measured, seed, offset))
+            plan = replan(passes)._replace(copies_do=plan.copies_do)
+        return plan
 
     plan = _planned(key, make)
     if plan.copies_do:
-        do = do.contiguous()
-    run(plan, (do, q, k, v, o, lse, dq, dk, dv), seed, offset)
+        tensors = (do.contiguous(), *tensors[1:])
+    run(plan, tensors, seed, offset)

@@ -4,6 +4,7 @@ A plan depends on shapes, strides, dtype and flags only. `triton_launch.py` make
 those: below a length of about 4,096 the host's work takes longer than the kernels.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cs336_systems.attention.triton_backward import flash_backward_kernel, flash_preprocess_kernel
@@ -31,7 +32,7 @@ class Tile(NamedTuple):
     """An operand to pass as a tensor descriptor: the tensor's position, and the shape of the tile to fetch."""
 
     tensor: int
-    shape: tuple[int, ...]
+    shape: list[int]
 
 
 class Step(NamedTuple):
@@ -51,6 +52,7 @@ class LaunchPlan(NamedTuple):
     scratch: tuple[tuple[int, ...], ...]  # shapes of float32 buffers
     steps: tuple[Step, ...]
     compiled: list[Any]  # a step's compiled kernel, once it has run
+    passes: Passes
     copies_do: bool = False  # the plan is for a contiguous copy of do
 
 
@@ -76,16 +78,14 @@ def _constants(problem: Problem, config: KernelConfig) -> tuple[Any, ...]:
 
 def plan_forward(
     problem: Problem,
-    q: Strides,
-    k: Strides,
-    v: Strides,
-    o: Strides,
+    strides: Sequence[Strides],
     is_aligned: bool,
     config: KernelConfig | None = None,
     n_chunks: int | None = None,
 ) -> LaunchPlan:
-    """For the tensors (q, k, v, o, lse), of which q, k, v and o are strides here; is_aligned says that all memory
-    starts at a multiple of 16 bytes. `config` and `n_chunks` override the tuned choice."""
+    """For the tensors (q, k, v, o, lse), with `strides` of the first four; is_aligned says that all memory starts at a
+    multiple of 16 bytes. `config` and `n_chunks` override the tuned choice."""
+    q, k, v, o = strides
     if config is None:
         can_use_tma = is_aligned and all(_is_tma_ready(x, problem.dtype.itemsize) for x in (k, v))
         config = choose("forward", problem, can_use_tma and wants_tma(problem, is_backward=False))
@@ -93,7 +93,7 @@ def plan_forward(
     n_blocks = -(-p.n_queries // own) * p.batch * p.heads
     chunk_keys = chunk_size(p, config, n_blocks, n_chunks)
     n_chunks = -(-p.n_keys // chunk_keys)
-    tile = (1, 1, config.block_step, p.block_d)
+    tile = [1, 1, config.block_step, p.block_d]
     o_chunks_shape = (n_chunks * p.batch, p.heads, p.n_queries, p.head_dim)
     o_chunks = o if n_chunks == 1 else _contiguous(o_chunks_shape)
     outputs = (3, 4) if n_chunks == 1 else (5, 6)
@@ -105,32 +105,26 @@ def plan_forward(
         _constants(p, config),
     )  # fmt: skip
     if n_chunks == 1:
-        return LaunchPlan((), (forward,), [None])
+        return LaunchPlan((), (forward,), [None], (("forward", config),))
     rows = _MEMORY_BOUND.block_own
     combine = Step(
         flash_combine_kernel, -(-p.n_queries // rows) * p.batch * p.heads, _MEMORY_BOUND,
         (5, 6, 3, 4), (o_chunks, o), (p.batch, p.heads, p.n_queries, n_chunks), False, (p.head_dim, p.block_d, rows),
     )  # fmt: skip
-    return LaunchPlan((o_chunks_shape, o_chunks_shape[:-1]), (forward, combine), [None, None])
+    return LaunchPlan((o_chunks_shape, o_chunks_shape[:-1]), (forward, combine), [None, None], (("forward", config),))
 
 
 def plan_backward(
     problem: Problem,
-    do: Strides,
-    q: Strides,
-    k: Strides,
-    v: Strides,
-    o: Strides,
-    dq: Strides,
-    dk: Strides,
-    dv: Strides,
+    strides: Sequence[Strides],
     is_aligned: bool,
     needs_dq: bool = True,
     needs_dkdv: bool = True,
     passes: Passes | None = None,
 ) -> LaunchPlan:
-    """For the tensors (do, q, k, v, o, lse, dq, dk, dv); the rest as in `plan_forward`. `passes` overrides the tuned
-    choice of kernels and their configurations."""
+    """For the tensors (do, q, k, v, o, lse, dq, dk, dv), with `strides` of all but lse; the rest as in `plan_forward`.
+    `passes` overrides the tuned choice of kernels and their configurations."""
+    do, q, k, v, o, dq, dk, dv = strides
     copies_do = False
     if passes is None:
         itemsize = problem.dtype.itemsize
@@ -155,10 +149,10 @@ def plan_backward(
         query_programs = -(-p.n_queries // config.block_own) * batch_heads
         if not run_dkdv and not run_dq:
             continue
-        stepped = (1, 2, 3, 0, 9)
+        stepped: tuple[int | Tile, ...] = (1, 2, 3, 0, 9)
         if config.use_tma:
-            tile = (1, 1, config.block_step, p.block_d)
-            stepped = (*(Tile(i, tile) for i in stepped[:4]), Tile(9, (1, config.block_step)))
+            tile = [1, 1, config.block_step, p.block_d]
+            stepped = (*(Tile(i, tile) for i in (1, 2, 3, 0)), Tile(9, [1, config.block_step]))
         step = Step(
             flash_backward_kernel, run_dkdv * key_programs + run_dq * query_programs, config,
             (1, 2, 3, 0, *stepped, 9, 6, 7, 8), (q, k, v, do, dq, dk, dv),
@@ -167,4 +161,4 @@ def plan_backward(
             (*_constants(p, config), run_dkdv, run_dq),
         )  # fmt: skip
         steps.append(step)
-    return LaunchPlan(((2 * batch_heads, n_rows),), tuple(steps), [None] * len(steps), copies_do)
+    return LaunchPlan(((2 * batch_heads, n_rows),), tuple(steps), [None] * len(steps), passes, copies_do)
