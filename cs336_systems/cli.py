@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import signal
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,6 +17,11 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
     import tyro
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
+    # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
 
 
@@ -32,9 +39,10 @@ def refusing_bad_input() -> Generator[None]:
 
 def fail(message: str) -> NoReturn:
     """Prints the message as a flag's error and exits with status 2."""
-    flag = re.match(r"(\w+)=(\S+): ", message)
+    flag = re.match(r"(\w+)=('[^']*'|\(\)|\S+): ", message)
     if flag:
-        message = f"--{flag[1].replace('_', '-')} {flag[2].strip(chr(39))}: {message[flag.end() :]}"
+        value = flag[2].strip("'()")
+        message = f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -15,6 +15,9 @@ Compile = Literal["off", "on", "blocks"]
 Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton"]
 Optimizer = Literal["adamw", "adamw-fused"]
 
+# Of any one dimension: what a signed 32-bit number holds. Larger ones overflow before they run out of memory.
+LARGEST = 2**31 - 1
+
 ATTENTION_NAMES: tuple[str, ...] = get_args(Attention)
 
 
@@ -42,14 +45,19 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"):
-            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+            check(1 <= getattr(self, name) <= LARGEST, name, getattr(self, name), f"must be between 1 and {LARGEST}")
         check(
             self.d_model % self.num_heads == 0,
             "num_heads",
             self.num_heads,
             f"must divide d_model={self.d_model}",
         )
-        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "d_model / num_heads must be even for RoPE")
+        check(
+            self.head_dim % 2 == 0,
+            "num_heads",
+            self.num_heads,
+            f"gives head_dim {self.head_dim}, and RoPE turns pairs: d_model / num_heads must be even",
+        )
 
     @property
     def head_dim(self) -> int:
@@ -113,10 +121,10 @@ class BenchmarkCell:
         ):
             allowed = get_args(choices)
             check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
-        check(self.ctx >= 1, "ctx", self.ctx, "must be at least 1")
+        check(1 <= self.ctx <= LARGEST, "ctx", self.ctx, f"must be between 1 and {LARGEST}")
         check(self.warmup >= 0, "warmup", self.warmup, "must be 0 or more")
         check(self.steps >= 1, "steps", self.steps, "must be at least 1")
-        check(self.batch_size >= 1, "batch_size", self.batch_size, "must be at least 1")
+        check(1 <= self.batch_size <= LARGEST, "batch_size", self.batch_size, f"must be between 1 and {LARGEST}")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
         check(
             re.fullmatch(r"cpu|mps|cuda(:\d+)?", self.device) is not None,

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,6 +71,7 @@ class ResultsFile(Generic[Row]):
         self.rows: list[Row] = []
         self._run_of_row: list[int] = []
         check_writable(self.directory)
+        self._lock = _FolderLock(self.directory)
         if self.path.exists():
             if resume:
                 self._read()
@@ -137,7 +141,7 @@ def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance
             if set(row) != names:
                 raise ValueError(f"columns differ by {sorted(set(row) ^ names)}")
         rows = [row_type(**row) for row in document["rows"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a results file of {row_type.__name__} rows ({error})") from error
     return runs, rows, run_of_row
 
@@ -156,17 +160,56 @@ def check_writable(directory: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the file whole, or leaves it as it was and raises OSError."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    temporary = path.parent / f".{path.name}-{os.getpid()}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def explaining_full_disk(results: ResultsFile) -> Generator[None]:
+    """Ends the program with a line instead of a traceback where files cannot be written: status 1, and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        rows = f"the {len(results.rows)} rows before" if results.rows else "no row"
+        print(
+            f"error: cannot write under {results.directory}: {error.strerror}; {rows} remain in {results.path.name}. "
+            "Make room, and --resume goes on from there.",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
+
+
+class _FolderLock:
+    """Holds a folder for one run at a time, until this object goes; two would overwrite each other's rows.
+
+    Raises ValueError while another process holds it. Without file locks (Windows, some network disks) it does nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            import fcntl
+
+            descriptor = os.open(directory, os.O_RDONLY)
+        except (ImportError, OSError):
+            return
+        weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"out={str(directory)!r}: another run is writing there; wait for it, or name another folder"
+            ) from None
+        except OSError:
+            return
 
 
 def to_frame(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> Any:

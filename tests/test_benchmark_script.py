@@ -1,6 +1,7 @@
 """scripts/benchmark.py as a person runs it: the quick start, sweeps, resume, Ctrl-C, and what it refuses."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -80,6 +81,27 @@ def test_a_model_of_ones_own(tmp_path):
     )
 
 
+def test_a_value_given_twice_is_measured_once_and_a_reason_is_shown(tmp_path):
+    cells = ["--ctx", 16, 16, "--attention", "naive", "flash-triton"]
+    run = _run(*QUICK, *cells, "--out", tmp_path, env={**os.environ, "TRITON_INTERPRET": "0"})
+    assert run.returncode == 0, run.stderr
+    rows = read_results(tmp_path / "benchmark.json", BenchmarkRow)[1]
+    assert [(row.attention, row.status) for row in rows] == [("naive", "ok"), ("flash-triton", "unsupported")]
+    assert "Triton compiles for GPUs" in run.stdout
+
+
+@pytest.mark.parametrize(("stream", "code"), [("ascii", 0), ("/dev/full", 1)])
+def test_a_standard_output_that_cannot_take_the_table_loses_no_file(tmp_path, stream, code):
+    if stream == "ascii":
+        run = _run(*QUICK, "--out", tmp_path, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    else:
+        with open(stream, "w") as full:
+            arguments = [*SCRIPT, *QUICK, "--out", str(tmp_path)]
+            run = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert run.returncode == code
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".md", ".tex", ".png"}
+
+
 def test_ctrl_c_leaves_the_rows_so_far(tmp_path):
     sizes = ["--ctx", *map(str, range(8, 40))]
     run = subprocess.Popen(
@@ -100,17 +122,18 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path):
     ("arguments", "message"),
     [
         (["--size", "huge"], r"--size huge: must be one of tiny, small, medium"),
-        (["--size"], r"--size : needs at least one value"),
-        (["--ctx", "0"], r"--ctx 0: must be at least 1"),
+        (["--size"], r"--size: needs at least one value"),
+        (["--ctx", "0"], r"--ctx 0: must be between 1 and"),
         (["--warmup", "-1"], r"--warmup -1: must be 0 or more"),
         (["--steps", "0"], r"--steps 0: must be at least 1"),
-        (["--batch-size", "0"], r"--batch-size 0: must be at least 1"),
+        (["--batch-size", "0"], r"--batch-size 0: must be between 1 and"),
         (["--size", "custom", "--d-model", "100", "--d-ff", "8", "--num-layers", "1", "--num-heads", "3"],
          r"--num-heads 3: must divide d_model=100"),
         (["--size", "custom", "--d-model", "64"], r"--d-ff None: --size custom needs it"),
         (["--d-model", "64"], r"--d-model 64: goes with --size custom; 'tiny' has its own"),
         (["--precision", "tf32"], r"--precision tf32: .*NVIDIA.*there fp32 and bf16 run"),
         (["--precision", "fp16", "--device", "mps"], r"--precision fp16: .*there fp32 and bf16 run"),
+        (["--device", "my gpu"], r"--device my gpu: must be cpu"),
         (["--device", "gpu"], r"--device gpu: must be cpu, mps, cuda or cuda:N"),
         (["--device", "cuda:99"], r"--device cuda:99: is not on this machine; it has cpu"),
         (["--out", __file__], r"--out .*: must be a folder that can be written to"),

@@ -31,9 +31,9 @@ def test_the_leaderboards_model_has_its_own_vocabulary_and_context():
     ("change", "message"),
     [
         ({"num_heads": 3}, r"num_heads=3: must divide d_model=128"),
-        ({"num_heads": 128}, r"head_dim=1: .*even"),
-        ({"d_ff": 0}, r"d_ff=0: must be at least 1"),
-        ({"num_layers": -1}, r"num_layers=-1: must be at least 1"),
+        ({"num_heads": 128}, r"num_heads=128: gives head_dim 1, .*even"),
+        ({"d_ff": 0}, r"d_ff=0: must be between 1 and 2147483647"),
+        ({"num_layers": -1}, r"num_layers=-1: must be between 1 and"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(change, message):
@@ -45,7 +45,9 @@ def test_a_model_that_cannot_be_is_refused(change, message):
     ("change", "message"),
     [
         ({"size": "huge"}, r"size='huge': must be one of tiny, small"),
-        ({"ctx": 0}, r"ctx=0: must be at least 1"),
+        ({"ctx": 0}, r"ctx=0: must be between 1 and"),
+        ({"ctx": 2**62}, r"ctx=4611686018427387904: must be between 1 and 2147483647"),
+        ({"vocab_size": 10**20}, r"vocab_size=1.*: must be between 1 and"),
         ({"mode": "train"}, r"mode='train': must be one of forward, forward-backward, train-step"),
         ({"precision": "fp8"}, r"precision='fp8': must be one of fp32"),
         ({"precision": "tf32"}, r"precision='tf32': .*NVIDIA"),
@@ -53,7 +55,7 @@ def test_a_model_that_cannot_be_is_refused(change, message):
         ({"attention": "linear"}, r"attention='linear': must be one of naive"),
         ({"warmup": -1}, r"warmup=-1: must be 0 or more"),
         ({"steps": 0}, r"steps=0: must be at least 1"),
-        ({"batch_size": 0}, r"batch_size=0: must be at least 1"),
+        ({"batch_size": 0}, r"batch_size=0: must be between 1 and"),
         ({"device": "gpu"}, r"device='gpu': must be cpu, mps, cuda or cuda:N"),
         ({"seed": -1}, r"seed=-1: must be between"),
         ({"num_heads": 5}, r"num_heads=5: must divide d_model=128"),

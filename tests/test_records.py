@@ -28,8 +28,7 @@ def test_statistics():
 
 
 def test_rows_survive_the_file_and_know_their_run(tmp_path):
-    first = ResultsFile(tmp_path, "bench", _Row, RUN)
-    first.append(_Row("a", 1, 1.5))
+    ResultsFile(tmp_path, "bench", _Row, RUN).append(_Row("a", 1, 1.5))
     later = replace(RUN, date="2026-02-01 08:00")
     second = ResultsFile(tmp_path, "bench", _Row, later, resume=True)
     second.append(_Row("b", 2, None))
@@ -69,6 +68,15 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch):
         results.append(_Row("lost", 2, 1.0))
     assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["kept"]
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]  # no half-written file is left behind
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    first = ResultsFile(tmp_path, "bench", _Row, RUN)
+    with pytest.raises(ValueError, match=r"out=.*another run is writing there"):
+        ResultsFile(tmp_path, "bench", _Row, RUN)
+    first.append(_Row("kept", 1, 1.0))
+    del first
+    assert ResultsFile(tmp_path, "bench", _Row, RUN, resume=True).rows == [_Row("kept", 1, 1.0)]
 
 
 def test_an_unwritable_folder_is_named(tmp_path):

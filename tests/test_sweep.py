@@ -72,4 +72,4 @@ def test_a_cell_with_cold_caches_gets_empty_ones_of_its_own(tmp_path):
     rows = _sweep(tmp_path, [_Cell("a", cold_caches=True), _Cell("b", cold_caches=True), _Cell("c")])
     assert rows[0].caches != rows[1].caches
     assert not os.path.exists(os.path.dirname(rows[0].caches))
-    assert rows[2].caches == os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert "cold-caches" not in (rows[2].caches or "")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
 from cs336_systems.benchmarking.run_benchmark import resolve_device
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.records import ResultsFile, Unsupported, check_writable
+from cs336_systems.records import ResultsFile, Unsupported, check_writable, explaining_full_disk
 
 Measure = Callable[[Any], dict[str, Any]]
 
@@ -173,12 +173,14 @@ def measure_into_files(
         cells = make_cells(device)
         results = ResultsFile(out, name, row_type, provenance, resume=resume)
     try:
-        sweep(cells, results)
+        with explaining_full_disk(results):
+            sweep(cells, results)
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        if results.rows:
-            print(write_files(results))
-            print(f"Rows, tables and plots: {out}/{name}*", file=sys.stderr)
+        with explaining_full_disk(results):
+            if results.rows:
+                print(write_files(results))
+                print(f"Rows, tables and plots: {out}/{name}*", file=sys.stderr)
     return results.rows

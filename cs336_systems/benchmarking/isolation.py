@@ -28,6 +28,7 @@ _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "Cannot allocate memory",
+    "Storage size calculation overflowed",  # more bytes than a number can hold
 )
 
 

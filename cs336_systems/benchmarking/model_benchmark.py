@@ -106,11 +106,12 @@ def sweep_cells(sizes: Iterable[dict[str, Any]], **parameters: Any) -> list[Benc
     that cannot be.
     """
     varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
-    return [
+    cells = [
         BenchmarkCell(**size, **dict(zip(varied, values, strict=True)))
         for size in sizes
         for values in product(*varied.values())
     ]
+    return list(dict.fromkeys(cells))  # a value given twice is measured once
 
 
 def cell_label(cell: BenchmarkCell) -> str:
@@ -130,7 +131,19 @@ _PARAMETER_HEADINGS = {
     "compile": "compile",
     "optimizer": "optimizer",
     "warmup": "warm-up",
+    # Constant in one run, but a resumed file may hold several.
+    "steps": "steps",
+    "seed": "seed",
+    "device": "device",
+    "cold_caches": "cold caches",
+    "vocab_size": "vocabulary",
+    "d_model": "d_model",
+    "d_ff": "d_ff",
+    "num_layers": "layers",
+    "num_heads": "heads",
 }
+# Follow from the size, and are no news unless it is one without a name.
+_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 _RESULT_HEADINGS = {
     "status": "status",
     "forward_mean_ms": "forward ms",
@@ -155,17 +168,24 @@ def table_columns(rows: list[BenchmarkRow]) -> dict[str, str]:
     def values(name: str) -> set:
         return {getattr(row, name) for row in rows}
 
-    shown = {n: h for n, h in _PARAMETER_HEADINGS.items() if n in ("size", "ctx") or len(values(n)) > 1}
+    hidden = () if any(row.size == "custom" for row in rows) else _SHAPE
+    shown = {
+        name: heading
+        for name, heading in _PARAMETER_HEADINGS.items()
+        if name in ("size", "ctx") or (name not in hidden and len(values(name)) > 1)
+    }
     shown |= {n: h for n, h in _RESULT_HEADINGS.items() if n == "status" or values(n) != {None}}
+    if any(row.reason for row in rows):
+        shown["reason"] = "reason"
     return shown
 
 
 def table_note(rows: list[BenchmarkRow]) -> str:
     """A line that says what is the same in all rows."""
-    headings = _PARAMETER_HEADINGS | {"steps": "steps", "seed": "seed", "vocab_size": "vocabulary"}
+    hidden = () if any(row.size == "custom" for row in rows) else _SHAPE
     constant = {
         heading: getattr(rows[0], name)
-        for name, heading in headings.items()
-        if len({getattr(row, name) for row in rows}) == 1
+        for name, heading in _PARAMETER_HEADINGS.items()
+        if name not in hidden and len({getattr(row, name) for row in rows}) == 1
     }
     return "In all rows: " + ", ".join(f"{heading} {value}" for heading, value in constant.items()) + "."

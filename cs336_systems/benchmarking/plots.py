@@ -13,7 +13,19 @@ if TYPE_CHECKING:
 PHASE_COLOURS = {"forward": "#0072B2", "loss": "#56B4E9", "backward": "#D55E00", "optimizer": "#009E73"}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
-_AXES = ("ctx", "warmup", "compile", "attention", "optimizer", "precision", "mode", "batch_size")
+_AXES = (
+    "ctx",
+    "warmup",
+    "compile",
+    "attention",
+    "optimizer",
+    "precision",
+    "mode",
+    "batch_size",
+    "steps",
+    "seed",
+    "device",
+)
 
 
 def new_figure(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import MODEL_SIZES, SIZE_NAMES, check
 from cs336_systems.provenance import Provenance, collect_provenance
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.records import ResultsFile, check_writable, explaining_full_disk
 
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 
@@ -45,7 +45,7 @@ def run_benchmark(
     """
     with refusing_bad_input():
         for flag, values in {"size": size, **parameters}.items():
-            check(values != (), flag, "", "needs at least one value")
+            check(values != (), flag, (), "needs at least one value")
         given = dict(zip(_SHAPE, (d_model, d_ff, num_layers, num_heads), strict=True))
         sizes = [_size_parameters(name, vocab_size, given) for name in size]
         sweep_cells(sizes, device="cpu" if device == "auto" else device, **_without_tf32(parameters))
@@ -54,15 +54,19 @@ def run_benchmark(
         cells = sweep_cells(sizes, device=device, **parameters)
         results = ResultsFile(out, "benchmark", BenchmarkRow, provenance, resume=resume)
     try:
-        run_sweep(cells, measure_cell, results, cell_label)
+        with explaining_full_disk(results):
+            run_sweep(cells, measure_cell, results, cell_label)
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        if results.rows:
-            print(results.write_tables(table_columns(results.rows), table_note(results.rows)))
-            plot_phases(results.rows, out / "benchmark.png")
-            print(f"Rows, tables and plot: {out}/benchmark.{{json,csv,md,tex,png}}", file=sys.stderr)
+        with explaining_full_disk(results):
+            if results.rows:
+                table = results.write_tables(table_columns(results.rows), table_note(results.rows))
+                plot_phases(results.rows, out / "benchmark.png")
+                # Last, since standard output may be closed or full too.
+                print(table)
+                print(f"Rows, tables and plot: {out}/benchmark.{{json,csv,md,tex,png}}", file=sys.stderr)
     return results.rows
 
 
@@ -72,6 +76,7 @@ def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
     Asked in a process of its own, so that this one never opens the card. Raises ValueError where there is no such card.
     """
     outcome = run_isolated(_probe, device, command)
+    check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
     resolved, provenance, available = outcome.value
     check(resolved in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
     return resolved, provenance
