@@ -429,3 +429,9 @@ def test_compiled_steps_agree_with_eager_ones(tmp_path, compile, annotations_unc
         trainer = Trainer(config, tokens_of(config), torch.device("cuda"))
         losses[how] = [trainer.step(step).loss for step in range(1, 9)]
     assert losses[compile] == pytest.approx(losses["off"], rel=1e-3)
+
+
+def test_a_short_run_warms_up_for_a_tenth_of_it():
+    """So that `--steps 4` alone is a run, and not an error that names a flag nobody gave."""
+    assert [TrainConfig(steps=steps).rising_steps for steps in (4, 50, 300, 1000)] == [0, 5, 20, 20]
+    assert TrainConfig(steps=50, warmup_steps=7).rising_steps == 7

@@ -59,8 +59,9 @@ class TrainArguments:
     """Micro-batches into which each process divides its part of the batch; their gradients are added up."""
     steps: int = 300
     """Optimizer steps of the whole run."""
-    warmup_steps: int = 20
-    """Steps over which the learning rate rises; then it follows half a cosine to the end of the run."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises, before it follows half a cosine to the end of the run; unless given, a
+    tenth of the steps, and 20 at most."""
     learning_rate: float = 1e-3
     """The highest."""
     min_learning_rate: float = 1e-4
@@ -114,6 +115,11 @@ class TrainConfig(TrainArguments):
             allowed).
     """
 
+    @property
+    def rising_steps(self) -> int:
+        """`warmup_steps`, or what stands for it where none is given."""
+        return min(20, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+
     def __post_init__(self) -> None:
         for name, choices in (
             ("precision", Precision),
@@ -136,7 +142,7 @@ class TrainConfig(TrainArguments):
             "keep_checkpoints",
         ):
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        check(0 <= self.warmup_steps <= self.steps, "warmup_steps", self.warmup_steps, f"must be 0 to {self.steps}")
+        check(0 <= self.rising_steps <= self.steps, "warmup_steps", self.warmup_steps, f"must be 0 to {self.steps}")
         check(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be above 0")
         least = self.min_learning_rate
         check(

@@ -88,7 +88,7 @@ class Trainer:
         """Runs optimizer step `step` (the first is 1). Waits for the device once, at the end."""
         config, model = self.config, self.model
         learning_rate = get_cosine_lr(
-            step, config.learning_rate, config.min_learning_rate, config.warmup_steps, config.steps
+            step, config.learning_rate, config.min_learning_rate, config.rising_steps, config.steps
         )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
