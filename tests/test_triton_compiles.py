@@ -156,6 +156,7 @@ def problems(results: dict[Case, dict]) -> list[str]:
 
 SLICE = [
     Case(75, "float16", 16, "forward"),
+    Case(75, "float32", 256, "fused"),
     Case(80, "bfloat16", 64, "forward"),
     Case(80, "bfloat16", 128, "fused"),
     Case(80, "float32", 32, "forward"),

@@ -114,7 +114,9 @@ _ANY_32_BIT = _rows(
 )
 # Triton 3.6 has no tensor-core products for sm_75: its dots are scalar, and tiles of 64 spill.
 _TURING_ROWS = [(32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)]
-_TURING = _rows({name: _TURING_ROWS for name in ("forward", "dkdv", "dq", "fused")}, use_tma=False)
+_TURING_16_BIT = _rows({name: _TURING_ROWS for name in ("forward", "dkdv", "dq", "fused")}, use_tma=False)
+# More than two warps would exchange float32 operands of 256 columns through more shared memory than the card has.
+_TURING_32_BIT = _TURING_16_BIT | {(name, 256): KernelConfig(16, 16, 2, 1) for name in ("dkdv", "fused")}
 _INTERPRETER = KernelConfig(32, 32, 4, 1)
 
 
@@ -132,7 +134,7 @@ def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
         return _INTERPRETER
     is_16_bit = problem.dtype.itemsize == 2
     if arch < 80:
-        table = _TURING
+        table = _TURING_16_BIT if is_16_bit else _TURING_32_BIT
     elif use_tma:
         table = _HOPPER_16_BIT if is_16_bit else _HOPPER_32_BIT
     elif arch == 90 and is_16_bit:
