@@ -47,7 +47,7 @@ def submit_commands(
         if value < 1:
             raise ValueError(f"{label}={value}: must be at least 1")
     try:
-        import submitit  # ty: ignore[import-not-found]
+        import submitit
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "submitting jobs needs submitit: install this package with its extra, cs336-systems[slurm]"
