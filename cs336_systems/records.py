@@ -11,7 +11,6 @@ import os
 import statistics
 import sys
 import tempfile
-import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -71,7 +70,7 @@ class ResultsFile(Generic[Row]):
         self.rows: list[Row] = []
         self._run_of_row: list[int] = []
         check_writable(self.directory)
-        self._lock = _FolderLock(self.directory)
+        _lock_folder(self.directory)
         if self.path.exists():
             if resume:
                 self._read()
@@ -188,28 +187,30 @@ def explaining_full_disk(results: ResultsFile) -> Generator[None]:
         raise SystemExit(1) from None
 
 
-class _FolderLock:
-    """Holds a folder for one run at a time, until this object goes; two would overwrite each other's rows.
+_locked_folders: set[Path] = set()
 
-    Raises ValueError while another process holds it. Without file locks (Windows, some network disks) it does nothing.
+
+def _lock_folder(directory: Path) -> None:
+    """Keeps other processes' runs out of a folder until this process ends; two would overwrite each other's rows.
+
+    Raises ValueError while another process has it. Without file locks (Windows, some network disks) it does nothing.
     """
+    try:
+        import fcntl
 
-    def __init__(self, directory: Path) -> None:
-        try:
-            import fcntl
-
-            descriptor = os.open(directory, os.O_RDONLY)
-        except (ImportError, OSError):
+        folder = directory.resolve()
+        if folder in _locked_folders:
             return
-        weakref.finalize(self, os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"out={str(directory)!r}: another run is writing there; wait for it, or name another folder"
-            ) from None
-        except OSError:
-            return
+        descriptor = os.open(folder, os.O_RDONLY)  # left open: the lock goes with it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ValueError(
+            f"out={str(directory)!r}: another run is writing there; wait for it, or name another folder"
+        ) from None
+    except (ImportError, OSError):
+        return
+    _locked_folders.add(folder)
 
 
 def to_frame(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> Any:

@@ -193,7 +193,7 @@ def test_the_handouts_grids_are_the_defaults():
     ("script", "arguments", "message"),
     [
         ("flash_benchmark", ["--length", "0"], "--length 0: must be at least 1"),
-        ("flash_benchmark", ["--length"], "--length : needs at least one value"),
+        ("flash_benchmark", ["--length"], "--length: needs at least one value"),
         ("flash_benchmark", ["--head-dim", "257"], "--head-dim 257: must be from 1 to 256"),
         ("flash_benchmark", ["--heads", "0"], "--heads 0: must be at least 1"),
         ("flash_benchmark", ["--batch-size", "0"], "--batch-size 0: must be at least 1"),
@@ -208,11 +208,11 @@ def test_the_handouts_grids_are_the_defaults():
         ("flash_benchmark", ["--implementation", "fa4"], "invalid choice 'fa4'"),
         ("attention_benchmark", ["--steps", "0"], "--steps 0: must be at least 1"),
         ("attention_benchmark", ["--warmup", "-1"], "--warmup -1: must be 0 or more"),
-        ("attention_benchmark", ["--compile"], "--compile : needs at least one value"),
+        ("attention_benchmark", ["--compile"], "--compile: needs at least one value"),
         ("attention_benchmark", ["--implementation", "flex"], "invalid choice 'flex'"),
         ("leaderboard_attention", ["--heads", "0"], "--heads 0: must be at least 1"),
         ("leaderboard_attention", ["--rep-ms", "0"], "--rep-ms 0: must be at least 1"),
-        ("leaderboard_attention", ["--implementation"], "--implementation : needs at least one value"),
+        ("leaderboard_attention", ["--implementation"], "--implementation: needs at least one value"),
     ],
 )
 def test_bad_input_is_refused_by_flag_name(script, arguments, message, tmp_path, run_script):
