@@ -128,7 +128,7 @@ def test_an_error_is_seen_in_the_output_and_in_each_gradient():
 def test_what_took_too_long_is_skipped_at_longer_lengths_only_for_that_pass(monkeypatch):
     cells = flash_cells(
         implementation="naive", precision="fp32", head_dim=8, length=(16, 32), phase=("forward", "both"), rep_ms=1,
-        max_call_ms=20,
+        max_call_ms=1000,
     )  # fmt: skip
     measured = []
 
@@ -136,7 +136,7 @@ def test_what_took_too_long_is_skipped_at_longer_lengths_only_for_that_pass(monk
         measured.append((cell.length, cell.phase))
 
         def attention(q, k, v, is_causal):
-            time.sleep(0.03 if cell.phase == "both" else 0)
+            time.sleep(1.1 if cell.phase == "both" else 0)
             return attention_reference(q, k, v, is_causal)[0]
 
         return attention
@@ -159,7 +159,7 @@ def test_what_took_too_long_is_skipped_at_longer_lengths_only_for_that_pass(monk
     ]  # fmt: skip
     assert statuses[0][2] is True
     assert statuses[2][2] is True
-    assert re.fullmatch(r"one call took \d+ ms, more than 20", statuses[1][2])
+    assert re.fullmatch(r"one call took \d+ ms, more than 1000", statuses[1][2])
     assert statuses[3][2] == f"at length 16, {statuses[1][2]}"
     assert (32, "both") not in measured
 
