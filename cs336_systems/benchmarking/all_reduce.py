@@ -176,7 +176,7 @@ FIT_COLUMNS = {
 
 def plot_all_reduce(rows: Sequence[AllReduceRow], fits: Sequence[AllReduceFit], path: Path) -> None:
     """Time over size with the fitted lines, and bus bandwidth over size; one colour a number of ranks."""
-    from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
+    from cs336_systems.figures import COLOURS, new_figure, save_figure
 
     figure, axes = new_figure(columns=2)
     time_axis, bandwidth_axis = axes[0]

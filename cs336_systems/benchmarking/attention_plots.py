@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from cs336_systems.benchmarking.attention_cells import PeerName
-from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
+from cs336_systems.figures import COLOURS, new_figure, save_figure
 
 if TYPE_CHECKING:
     from cs336_systems.benchmarking.attention_benchmark import AttentionBenchmarkRow

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
-from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
 from cs336_systems.benchmarking.run_benchmark import resolve_device
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
+from cs336_systems.figures import COLOURS, new_figure, save_figure
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable, format_value
 from cs336_systems.training.config import TrainConfig

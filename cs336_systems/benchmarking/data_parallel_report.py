@@ -97,7 +97,7 @@ def best_sizes(rows: Sequence[DataParallelRow], costs: Mapping[int, LinearCost])
 
 def plot_bucket_sizes(rows: Sequence[DataParallelRow], path: Path) -> None:
     """Exposed and predicted communication over the bucket size, with lines for the implementations that have none."""
-    from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
+    from cs336_systems.figures import COLOURS, new_figure, save_figure
 
     measured = [row for row in rows if row.exposed_ms is not None]
     panels = list(dict.fromkeys((row.precision, row.world_size) for row in measured))
@@ -143,7 +143,7 @@ def plot_timeline(timelines: Mapping[str, Mapping[str, Any]], path: Path) -> Non
 
     `timelines` has, by label, a profiled step's `computation`, `backward` and `communication` intervals in ms.
     """
-    from cs336_systems.benchmarking.plots import PHASE_COLOURS, new_figure, save_figure
+    from cs336_systems.figures import PHASE_COLOURS, new_figure, save_figure
 
     figure, axes = new_figure(width=10, height=0.8 + 0.9 * len(timelines))
     axis = axes[0][0]

@@ -1,4 +1,4 @@
-"""Pictures of benchmark rows. One place for the look of all of them."""
+"""Pictures of benchmark rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336_systems.figures import PHASE_COLOURS, new_figure, save_figure
+
 if TYPE_CHECKING:
     from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
-
-# One colour a phase or a technique, told apart by colour-blind readers too (Okabe and Ito's palette).
-PHASE_COLOURS = {"forward": "#0072B2", "loss": "#56B4E9", "backward": "#D55E00", "optimizer": "#009E73"}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 _AXES = (
     "ctx",
@@ -26,30 +24,6 @@ _AXES = (
     "seed",
     "device",
 )
-
-
-def new_figure(columns: int = 1, rows: int = 1, width: float = 4.2, height: float = 3.4) -> tuple[Any, Any]:
-    """A figure and its axes as a (rows, columns) array, drawn without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes the picture (the ending names the format) and lets its memory go."""
-    import matplotlib.pyplot as plt
-
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def plot_phases(rows: Sequence[BenchmarkRow], path: Path) -> None:

@@ -74,7 +74,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def plot_metrics(metrics: Path, path: Path) -> None:
     """Losses over steps, and beside them the gradients' norm with the learning rate, and fp16's loss scale if it has
     one. Nothing is drawn of a run without a step."""
-    from cs336_systems.benchmarking.plots import COLOURS, new_figure, save_figure
+    from cs336_systems.figures import COLOURS, new_figure, save_figure
 
     lines = read_metrics(metrics)
     train = [line for line in lines if line["kind"] == "train" and not isinstance(line["loss"], str)]
