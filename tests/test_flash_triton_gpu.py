@@ -1,0 +1,214 @@
+"""What only a card can show of the Triton attention kernels: their error beside SDPA's, large offsets, streams, CUDA
+graphs, memory, and how often they compile."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
+
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+
+pytestmark = pytest.mark.gpu
+
+
+def draw(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype, seed=0) -> list[Tensor]:
+    """q, k, v, do."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    shapes = [(heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys), (heads, n_queries)]
+    return [torch.randn(batch, *s, head_dim, generator=generator, device="cuda").to(dtype) for s in shapes]
+
+
+def output_and_gradients(attention, q, k, v, do) -> list[Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o = attention(q, k, v)
+    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
+
+
+def exact(q, k, v, do, is_causal) -> list[Tensor]:
+    def attention(q, k, v):
+        group = q.shape[1] // k.shape[1]
+        scores = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
+        if is_causal:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+            scores = scores.masked_fill(~visible, -math.inf)
+        return scores.softmax(-1) @ v.repeat_interleave(group, 1)
+
+    return output_and_gradients(attention, *(x.double() for x in (q, k, v, do)))
+
+
+# Each head_dim and group is another compilation, so those are drawn from few; lengths, batches and seeds are free.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3]),
+    n_queries=st.integers(1, 700),
+    n_keys=st.integers(1, 700),
+    is_causal=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_error_is_at_most_one_and_a_half_times_sdpas(
+    dtype, head_dim, batch, kv_heads, group, n_queries, n_keys, is_causal, seed
+):
+    q, k, v, do = draw(batch, kv_heads * group, kv_heads, n_queries, n_keys, head_dim, dtype, seed)
+    expected = exact(q, k, v, do, is_causal)
+    ours = output_and_gradients(
+        lambda q, k, v: flash_attention(q, k, v, is_causal, implementation="triton"), q, k, v, do
+    )
+    # SDPA's fused kernels take no groups in float32: it is given copies of the keys, and the gradients are summed.
+    sdpas = output_and_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=is_causal
+        ),
+        q, k, v, do,
+    )  # fmt: skip
+    for name, x, sdpa, reference in zip(("o", "dq", "dk", "dv"), ours, sdpas, expected, strict=True):
+        norm = reference.norm().item()
+        error, allowed = ((y.double() - reference).norm().item() / max(norm, 1e-30) for y in (x, sdpa))
+        # Where SDPA happens to be exact (one key, say), a quarter of the rounding of the result itself.
+        floor = torch.finfo(dtype).eps / 4 if norm > 1e-6 else 1.0
+        assert error <= max(1.5 * allowed, floor), f"{name}: {error:.2e}, SDPA {allowed:.2e}"
+
+
+def test_batches_past_two_to_the_31_elements():
+    batch, length, head_dim = 2**31 // (256 * 64) + 3, 256, 64
+    q, k, v, do = (torch.empty(batch, 1, length, head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    for x in (q, k, v, do):
+        x.normal_()
+    o, lse = flash_forward(q, k, v, True, 0.125)
+    grads = flash_backward(do, q, k, v, o, lse, True, 0.125)
+    last = [x[-2:].clone() for x in (q, k, v, do)]
+    o_last, lse_last = flash_forward(*last[:3], True, 0.125)
+    grads_last = flash_backward(last[3], *last[:3], o_last, lse_last, True, 0.125)
+    expected = exact(*last, True)
+    for x, alone, reference in zip((o, *grads), (o_last, *grads_last), expected, strict=True):
+        assert (x[-2:].double() - reference).norm() <= 0.01 * reference.norm()
+        assert (alone.double() - reference).norm() <= 0.01 * reference.norm()
+
+
+def test_rows_past_two_to_the_31_elements():
+    """Forty rows that lie 2**26 elements apart."""
+    row_stride = 2**26
+    memory = torch.zeros(40 * row_stride, dtype=torch.bfloat16, device="cuda")
+    q, k, v, do = (memory[i * 64 :].as_strided((1, 1, 40, 64), (0, 0, row_stride, 1)) for i in range(4))
+    for x in (q, k, v, do):
+        x.copy_(torch.randn(1, 1, 40, 64))
+    o, lse = flash_forward(q, k, v, True, 0.125)
+    grads = flash_backward(do, q, k, v, o, lse, True, 0.125)
+    for x, reference in zip((o, *grads), exact(q, k, v, do, True), strict=True):
+        assert (x.double() - reference).norm() <= 0.01 * reference.norm()
+
+
+def test_the_current_stream_is_used():
+    q, k, v, do = draw(2, 4, 4, 300, 300, 64, torch.bfloat16)
+    expected = output_and_gradients(lambda *x: flash_attention(*x, True, implementation="triton"), q, k, v, do)
+    torch.cuda.synchronize()
+    late = [torch.zeros_like(x) for x in (q, k, v, do)]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second: kernels on another stream would read zeros
+        for x, value in zip(late, (q, k, v, do), strict=True):
+            x.copy_(value)
+        actual = output_and_gradients(lambda *x: flash_attention(*x, True, implementation="triton"), *late)
+    stream.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_a_cuda_graph_replays_forward_and_backward():
+    q, k, v, do = draw(1, 4, 2, 200, 200, 64, torch.bfloat16)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def step():
+        o = flash_attention(*inputs, True, implementation="triton")
+        return o, *torch.autograd.grad(o, inputs, do)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # compiles
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x in (*inputs, do):
+            x.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, step(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_memory_is_linear_in_length_and_no_more_than_sdpas(dtype):
+    def peak_bytes(attention, length: int) -> int:
+        inputs = [x.requires_grad_() for x in draw(1, 8, 8, length, length, 64, dtype)[:3]]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(*inputs).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    def ours(q, k, v):
+        return flash_attention(q, k, v, True, implementation="triton")
+
+    def sdpa(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for attention in (ours, sdpa):
+        peak_bytes(attention, 1024)  # workspaces and compilation
+    short, long = peak_bytes(ours, 4096), peak_bytes(ours, 16384)
+    assert long <= 4.05 * short
+    assert long <= 1.05 * peak_bytes(sdpa, 16384)
+
+
+def test_a_thousand_repeats_are_equal_bit_for_bit():
+    q, k, v, do = draw(2, 4, 2, 1000, 1100, 64, torch.bfloat16)
+    o, lse = flash_forward(q, k, v, True, 0.125)
+    first = (o, lse, *flash_backward(do, q, k, v, o, lse, True, 0.125))
+    for _ in range(1000):
+        o, lse = flash_forward(q, k, v, True, 0.125)
+        again = (o, lse, *flash_backward(do, q, k, v, o, lse, True, 0.125))
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+def test_lengths_share_compiled_kernels():
+    """Eager: a new length is a new plan, but no new kernel."""
+    from cs336_systems.attention.triton_backward import flash_backward_kernel
+    from cs336_systems.attention.triton_forward import flash_forward_kernel
+
+    def n_compiled() -> int:
+        kernels = flash_forward_kernel, flash_backward_kernel
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    def run(length: int) -> None:
+        q, k, v, do = draw(1, 2, 2, length, length, 64, torch.float16)
+        output_and_gradients(lambda *x: flash_attention(*x, True, implementation="triton"), q, k, v, do)
+
+    run(64)
+    before = n_compiled()
+    for length in (1, 2, 17, 65, 100, 128, 333):
+        run(length)
+    assert n_compiled() == before
+
+
+def test_compiled_with_dynamic_shapes_compiles_once_and_breaks_no_graph(annotations_unchecked):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(
+        lambda q, k, v: flash_attention(q * 1.0, k, v, True, implementation="triton"), fullgraph=True, dynamic=True
+    )
+    for length in (64, 100, 333, 77):
+        q, k, v, do = draw(1, 2, 2, length, length, 64, torch.bfloat16)
+        expected = output_and_gradients(lambda *x: flash_attention(*x, True, implementation="triton"), q, k, v, do)
+        actual = output_and_gradients(compiled, q, k, v, do)
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
