@@ -34,6 +34,8 @@ class Arguments:
     """The attention that the model calls."""
     optimizer: tuple[Optimizer, ...] = ("adamw",)
     """The project's AdamW, or PyTorch's fused one."""
+    checkpoint_every: tuple[int, ...] = (0,)
+    """Blocks in a checkpointed segment, run again in backward; 0 for no checkpoints."""
     warmup: tuple[int, ...] = (5,)
     """Steps before measuring."""
     steps: int = 10
@@ -50,6 +52,9 @@ class Arguments:
     """Keep the rows under --out and skip their cells."""
     cold_caches: bool = False
     """Give each cell empty compile caches, to see what a first run costs."""
+    nvtx: bool = False
+    """Mark warm-up, steps, phases, blocks and attention's parts for nsys, and capture the measured steps only;
+    scripts/profile_nsys.py runs nsys for you."""
     vocab_size: int | None = None
     """Vocabulary, in tokens; 10,000 unless the size says otherwise."""
     d_model: int | None = None
@@ -63,10 +68,13 @@ class Arguments:
 
 
 def main() -> None:
-    arguments = parse(Arguments, __doc__)
+    options = dict(vars(parse(Arguments, __doc__)))
     from cs336_systems.benchmarking.run_benchmark import run_benchmark
 
-    run_benchmark(command_line(), **vars(arguments))
+    watch = None
+    if options.pop("nvtx"):
+        from cs336_systems.profiling.nvtx import watch_with_nvtx as watch
+    run_benchmark(command_line(), watch=watch, **options)
 
 
 if __name__ == "__main__":

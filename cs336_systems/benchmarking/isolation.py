@@ -21,6 +21,7 @@ from cs336_systems.records import Unsupported
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
 _PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
+_SET_BY_NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
 _OUT_OF_MEMORY = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -81,7 +82,8 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
 
 def _process_context() -> Any:
     methods = multiprocessing.get_all_start_methods()
-    if "forkserver" not in methods:
+    # nsys looks into programs that are started, and not into processes that are only forked.
+    if "forkserver" not in methods or any(name in os.environ for name in _SET_BY_NSYS):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)

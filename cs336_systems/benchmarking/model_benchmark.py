@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -24,8 +25,8 @@ class BenchmarkRow(BenchmarkCell):
     """A cell and what it measured; results are None where the status is not "ok" or the mode lacks the phase.
 
     `tflops` counts the model's matrix products (accounting.flops) over the median step; `peak_share` sets that beside
-    the card's dense peak in the cell's precision. `peak_memory_gib` is the allocator's peak during the measured steps
-    on a GPU, and the process's peak resident set on a CPU.
+    the card's dense peak in the cell's precision; what checkpoints compute twice counts once. `peak_memory_gib` is the
+    allocator's peak during the measured steps on a GPU, and the process's peak resident set on a CPU.
     """
 
     status: str = "ok"
@@ -56,8 +57,13 @@ class BenchmarkRow(BenchmarkCell):
     peak_memory_gib: float | None = None
 
 
-def measure_cell(cell: BenchmarkCell) -> dict[str, Any]:
-    """Builds the cell's workload, times its steps, and returns the row's results. Meant for a fresh process."""
+def measure_cell(
+    cell: BenchmarkCell, watch: Callable[[Any], AbstractContextManager[Any]] | None = None
+) -> dict[str, Any]:
+    """Builds the cell's workload, times its steps, and returns the row's results. Meant for a fresh process.
+
+    `watch(workload)` is a context that gives a `timing.Watcher`, which marks the workload's ranges for a profiler.
+    """
     import torch
 
     from cs336_systems.accounting.flops import matmul_flops_forward, peak_tflops, train_step_flops
@@ -72,7 +78,8 @@ def measure_cell(cell: BenchmarkCell) -> dict[str, Any]:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(workload.device)
 
-    phases = time_step(workload.step, cell.warmup, cell.steps, workload.device, on_warm)
+    with nullcontext() if watch is None else watch(workload) as watcher:
+        phases = time_step(workload.step, cell.warmup, cell.steps, workload.device, on_warm, watcher)
     results: dict[str, Any] = {}
     for phase, times in phases.items():
         statistics = Statistics.of(times)
@@ -118,7 +125,8 @@ def cell_label(cell: BenchmarkCell) -> str:
     """What a progress bar calls a cell, e.g. "small ctx 256 train-step bf16"."""
     compiled = {"off": "", "on": " compiled", "blocks": " compiled blocks"}[cell.compile]
     attention = "" if cell.attention == "naive" else f" {cell.attention}"
-    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{compiled}"
+    checkpoints = f" checkpoint every {cell.checkpoint_every}" if cell.checkpoint_every else ""
+    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{compiled}{checkpoints}"
 
 
 _PARAMETER_HEADINGS = {
@@ -130,6 +138,7 @@ _PARAMETER_HEADINGS = {
     "attention": "attention",
     "compile": "compile",
     "optimizer": "optimizer",
+    "checkpoint_every": "checkpoint every",
     "warmup": "warm-up",
     # Constant in one run, but a resumed file may hold several.
     "steps": "steps",

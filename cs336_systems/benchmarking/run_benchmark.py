@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,12 @@ def run_benchmark(
     d_ff: int | None,
     num_layers: int | None,
     num_heads: int | None,
+    watch: Callable[..., Any] | None = None,
     **parameters: Any,
 ) -> list[BenchmarkRow]:
     """Measures the product of all parameters and leaves the files under `out`; see scripts/benchmark.py.
+
+    `watch`, a top-level function, marks ranges for a profiler (`measure_cell`).
 
     Bad input ends the program with status 2 before anything is built. Ctrl-C and errors leave the rows so far on disk.
     """
@@ -55,7 +60,7 @@ def run_benchmark(
         results = ResultsFile(out, "benchmark", BenchmarkRow, provenance, resume=resume)
     try:
         with explaining_full_disk(results):
-            run_sweep(cells, measure_cell, results, cell_label)
+            run_sweep(cells, partial(measure_cell, watch=watch), results, cell_label)
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None
