@@ -84,7 +84,8 @@ class BenchmarkCell:
     """One cell of a sweep: everything that decides what is built and how it is timed.
 
     `size` is a label, one of `SIZE_NAMES`; the hyperparameters beside it are what is built. `warmup` and `steps` count
-    steps; `ctx` counts tokens. `cold_caches` gives the cell empty compile caches of its own.
+    steps; `ctx` counts tokens. `checkpoint_every` is the number of blocks in a checkpointed segment, 0 for none.
+    `cold_caches` gives the cell empty compile caches of its own.
 
     Raises:
         ValueError: a value out of its range, or a combination that cannot run (naming the parameter and what is
@@ -98,6 +99,7 @@ class BenchmarkCell:
     compile: Compile = "off"
     attention: Attention = "naive"
     optimizer: Optimizer = "adamw"
+    checkpoint_every: int = 0
     warmup: int = 5
     steps: int = 10
     batch_size: int = 4
@@ -143,6 +145,12 @@ class BenchmarkCell:
             "precision",
             self.precision,
             "needs a gradient scaler, which device='mps' lacks; there fp32 and bf16 run",
+        )
+        check(
+            0 <= self.checkpoint_every <= self.num_layers,
+            "checkpoint_every",
+            self.checkpoint_every,
+            f"must be between 1 and {self.num_layers}, the model's blocks, or 0 for no checkpoints",
         )
         self.model_config()  # refuses hyperparameters that do not fit each other
 

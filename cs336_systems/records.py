@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -57,7 +57,7 @@ class ResultsFile(Generic[Row]):
     from. An existing file that is not resumed is renamed, never overwritten.
 
     Raises:
-        ValueError: the directory cannot be written, or the file to resume holds other columns or another card's rows.
+        ValueError: the directory cannot be written, or the file to resume has columns that do not fit or another card's rows.
     """
 
     def __init__(
@@ -128,17 +128,20 @@ class ResultsFile(Generic[Row]):
 def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance], list[Row], list[int]]:
     """Reads what a ResultsFile wrote: the runs, the rows, and each row's run.
 
-    Raises ValueError, naming the file, where it is not such a file or has other columns than `row_type`.
+    A column that the file lacks takes its default: the file is from before that parameter was there. Raises ValueError,
+    naming the file, where it is not such a file, lacks a column that has no default, or has one that `row_type` lacks.
     """
     path = Path(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         runs = [Provenance(**run) for run in document["runs"]]
         run_of_row = [int(row.pop("run")) for row in document["rows"]]
-        names = {field.name for field in fields(row_type)}  # ty: ignore[invalid-argument-type]
+        columns = fields(row_type)  # ty: ignore[invalid-argument-type]
+        names = {column.name for column in columns}
+        needed = {column.name for column in columns if column.default is MISSING}
         for row in document["rows"]:
-            if set(row) != names:
-                raise ValueError(f"columns differ by {sorted(set(row) ^ names)}")
+            if wrong := set(row) - names | needed - set(row):
+                raise ValueError(f"columns differ by {sorted(wrong)}")
         rows = [row_type(**row) for row in document["rows"]]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a results file of {row_type.__name__} rows ({error})") from error

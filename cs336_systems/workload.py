@@ -17,6 +17,7 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.attention.model_attention import set_attention, why_not
+from cs336_systems.checkpointing import checkpoint_blocks
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.records import Unsupported
 
@@ -31,7 +32,8 @@ class Workload:
     never adds to the last step's. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
 
     Attributes:
-        model: the `BasicsTransformerLM`, parameters in float32, compiled if the cell says so.
+        model: the `BasicsTransformerLM`, parameters in float32; compiled, and its blocks in checkpointed segments, if
+            the cell says so.
         inputs, targets: (batch, context) token ids.
         optimizer: None unless the mode is train-step.
         loss: the last step's loss, on the device; None after a forward step.
@@ -60,6 +62,8 @@ class Workload:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.loss: Float[Tensor, ""] | None = None
         compile_model(self.model, cell.compile)
+        if cell.checkpoint_every:  # after it, so that each block is compiled by itself and not within its segment
+            checkpoint_blocks(self.model, cell.checkpoint_every)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision for forward and loss; nothing in float32."""

@@ -57,6 +57,25 @@ def test_resuming_a_file_that_is_no_results_file_names_it(tmp_path):
         ResultsFile(tmp_path, "bench", _Row, RUN, resume=True)
 
 
+def test_a_file_from_before_a_parameter_was_there_takes_its_default(tmp_path):
+    @dataclass(frozen=True)
+    class _LaterRow(_Row):
+        every: int = 0
+
+    @dataclass(frozen=True)
+    class _StricterRow(_Row):
+        every: int
+
+    path = ResultsFile(tmp_path, "bench", _Row, RUN)
+    path.append(_Row("a", 1, 1.0))
+    assert read_results(tmp_path / "bench.json", _LaterRow)[1] == [_LaterRow("a", 1, 1.0, 0)]
+    with pytest.raises(ValueError, match=r"columns differ by \['every'\]"):
+        read_results(tmp_path / "bench.json", _StricterRow)
+    ResultsFile(tmp_path, "later", _LaterRow, RUN).append(_LaterRow("a", 1, 1.0, 2))
+    with pytest.raises(ValueError, match=r"columns differ by \['every'\]"):
+        read_results(tmp_path / "later.json", _Row)
+
+
 def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch):
     results = ResultsFile(tmp_path, "bench", _Row, RUN)
     results.append(_Row("kept", 1, 1.0))

@@ -17,6 +17,7 @@ _AXES = (
     "compile",
     "attention",
     "optimizer",
+    "checkpoint_every",
     "precision",
     "mode",
     "batch_size",
@@ -86,7 +87,7 @@ def _bar_label(row: BenchmarkRow, within: list[str]) -> str:
     return _join([_LABELS.get((name, getattr(row, name)), str(getattr(row, name))) for name in within], " ")
 
 
-_HEADINGS = {"ctx": "context length", "warmup": "warm-up steps"}
+_HEADINGS = {"ctx": "context length", "warmup": "warm-up steps", "checkpoint_every": "blocks in a checkpointed segment"}
 _LABELS = {("compile", "on"): "compiled", ("compile", "off"): "eager", ("compile", "blocks"): "compiled blocks"}
 
 
