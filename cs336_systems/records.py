@@ -57,7 +57,8 @@ class ResultsFile(Generic[Row]):
     from. An existing file that is not resumed is renamed, never overwritten.
 
     Raises:
-        ValueError: the directory cannot be written, or the file to resume has columns that do not fit or another card's rows.
+        ValueError: the directory cannot be written, or the file to resume has columns that do not fit, or rows of
+            another card.
     """
 
     def __init__(

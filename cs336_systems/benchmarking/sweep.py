@@ -21,15 +21,18 @@ def run_sweep(
     measure: Callable[[Any], Any],
     results: ResultsFile,
     label: Callable[[Any], str] = str,
+    complete: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda cell, measured: measured,
 ) -> None:
     """Adds to `results` one row a cell, in order, skipping cells whose row is there already.
 
     Args:
         cells: frozen dataclasses of parameters. A cell whose `cold_caches` is true gets empty compile caches.
-        measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own.
+        measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own. A "status"
+            and a "reason" among them are the row's: a measurement may know what it ran out of memory for.
         results: its `row_type` has the cell's fields, `status`, `reason`, and the results (None where there is none).
             Out of memory is a result, so such a row is not measured again either.
         label: what the progress bar calls a cell.
+        complete: called as `complete(cell, measured)` in this process; returns the row's results.
 
     Raises:
         RuntimeError: a measurement failed otherwise than by memory; the rows so far are on disk.
@@ -46,9 +49,9 @@ def run_sweep(
                     **{
                         **dict.fromkeys(results.row_type.__dataclass_fields__),
                         **asdict(cell),
-                        **(outcome.value or {}),
                         "status": outcome.status,
                         "reason": outcome.reason,
+                        **complete(cell, outcome.value or {}),
                     }
                 )
             )
