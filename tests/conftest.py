@@ -1,13 +1,21 @@
-"""What every test gets: shape and dtype checks on, few threads, seeded randomness, GPU tests skipped without a GPU."""
+"""What every test gets: shape and dtype checks on, one thread, seeded randomness, GPU tests skipped without a GPU.
+
+This module imports no torch: nor does the process that only hands the tests to others.
+"""
 
 import os
-from collections.abc import Generator
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
-# Before torch is imported: the suite shares two cores with the ranks that its distributed tests spawn.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+_HAS_GPU = os.path.exists("/dev/nvidiactl")
+# Before torch is imported: the tests share the cores with each other and with the ranks that some of them spawn.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU the Triton kernels run in Triton's interpreter; it must be chosen before triton is imported.
-if not os.path.exists("/dev/nvidiactl"):
+if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import jaxtyping
@@ -34,10 +42,26 @@ def _modules_to_check() -> list[str]:
 install_import_hook(_modules_to_check(), "tests.typecheck.check")
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
+
+MAX_WORKERS = 4  # each imports torch, and so does its fork server
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Without a GPU a folder's tests run on all cores, unless the command says otherwise (-n 0) or pytest-xdist is off.
+    A single file's tests stay in this process, and so do all on a GPU, where they measure time and memory."""
+    option = config.option
+    asked_otherwise = hasattr(config, "workerinput") or getattr(option, "numprocesses", 0) is not None or option.usepdb
+    if asked_otherwise or _HAS_GPU or not any(Path(argument).is_dir() for argument in config.args):
+        return
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if n_cores > 1:
+        option.numprocesses, option.dist = min(n_cores, MAX_WORKERS), "worksteal"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch.cuda.is_available() is False")
@@ -48,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -62,4 +88,29 @@ def annotations_unchecked() -> Generator[None]:
 @pytest.fixture
 def device() -> str:
     """The card where there is one, else the CPU."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def run_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Generator[Callable[..., tuple[Any, str, str]]]:
+    """Runs `scripts/<name>.py` in this process, which has torch already: `run_script("benchmark", "--size", "tiny")`
+    returns its exit status and what it printed to standard output and standard error."""
+
+    def run(name: str, *arguments: Any) -> tuple[Any, str, str]:
+        path = str(_ROOT / "scripts" / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, *map(str, arguments)])
+        status = 0
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as stopped:
+            status = stopped.code
+        shown = capsys.readouterr()
+        return status, shown.out, shown.err
+
+    at_termination = signal.getsignal(signal.SIGTERM)  # scripts set their own
+    yield run
+    signal.signal(signal.SIGTERM, at_termination)
