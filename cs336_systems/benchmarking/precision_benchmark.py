@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.accounting.memory import autocast_weight_bytes, saved_activation_bytes, training_memory
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, measure_cell
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.records import format_value
+from cs336_systems.weight_copies import WeightCopies
 from cs336_systems.workload import Workload
 
 
@@ -62,29 +61,6 @@ def measure_precision_cell(cell: BenchmarkCell) -> dict[str, Any]:
     if cell.mode == "train-step":
         kept["peak_predicted"] = training_memory(*shape).peak
     return results | {f"{name}_gib": count / 2**30 for name, count in kept.items()}
-
-
-class WeightCopies(TorchDispatchMode):
-    """While active, notes every cast of a weight; tells how many bytes of the copies are still held by anything."""
-
-    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
-        self._copies: list[tuple[StorageWeakRef, int, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage().data_ptr() in self._weights:
-            storage = output.untyped_storage()
-            self._copies.append((StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()))
-        return output
-
-    def bytes_held(self) -> int:
-        return sum(size for reference, _, size in self._copies if not reference.expired())
-
-    def addresses(self) -> set[int]:
-        """Of the copies that are still held."""
-        return {address for reference, address, _ in self._copies if not reference.expired()}
 
 
 def measure_kept(workload: Workload) -> dict[str, int]:

@@ -27,8 +27,8 @@ def run_sweep(
 
     Args:
         cells: frozen dataclasses of parameters. A cell whose `cold_caches` is true gets empty compile caches.
-        measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own. A "status"
-            and a "reason" among them are the row's: a measurement may know what it ran out of memory for.
+        measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own. A
+            "status" and a "reason" among them are the row's: a measurement may know what it ran out of memory for.
         results: its `row_type` has the cell's fields, `status`, `reason`, and the results (None where there is none).
             Out of memory is a result, so such a row is not measured again either.
         label: what the progress bar calls a cell.
