@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from cs336_systems.profiling.ranges import marked_model
+from cs336_systems.profiling.trace import CELL_MARK
 from cs336_systems.records import Unsupported
 from cs336_systems.workload import Workload
-
-# A mark with this prefix and a BenchmarkCell as JSON tells whoever reads the report what ran.
-CELL_MARK = "cs336 cell "
 
 
 class NvtxWatcher:

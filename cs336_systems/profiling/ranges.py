@@ -1,4 +1,4 @@
-"""The named ranges of a step, and how they get into a model: hooks on its blocks, and an annotated attention.
+"""How ranges get into a model: hooks on its blocks, and an annotated attention in the place of its own.
 
 A mark is any function from a name to a context manager: `torch.cuda.nvtx.range` for nsys, or
 `torch.profiler.record_function`. The model does not know which of them watches it.
@@ -18,14 +18,9 @@ from torch import Tensor
 import cs336_basics.model
 from cs336_basics.nn_utils import softmax
 from cs336_systems.attention.model_attention import naive_attention
+from cs336_systems.profiling.trace import ATTENTION, BLOCK, FINAL_MATMUL, SCORES, SOFTMAX
 
 Mark = Callable[[str], AbstractContextManager[Any]]
-
-WARMUP, STEP = "warmup", "step"
-PHASES = ("forward", "loss", "backward", "optimizer")
-BLOCK = "block"  # "block 0", "block 1", …
-SCORES, SOFTMAX, FINAL_MATMUL = "scores", "softmax", "final matmul"
-ATTENTION = "attention"  # of the attentions that are not made of those three parts
 
 
 @contextmanager

@@ -1,0 +1,104 @@
+"""From the arguments of scripts/profile_nsys.py to reports: each cell's benchmark under nsys, and once without it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.configs import BenchmarkCell, check, named_cell
+from cs336_systems.profiling.nsys import (
+    NsysFailed,
+    benchmark_command,
+    capture,
+    export_command,
+    export_sqlite,
+    find_nsys,
+    profile_command,
+    run,
+)
+from cs336_systems.records import check_writable
+
+UNPROFILED = "unprofiled"
+
+
+def run_nsys(
+    *,
+    nsys: str,
+    out: Path,
+    resume: bool,
+    dry_run: bool,
+    unprofiled: bool,
+    size: tuple[str, ...],
+    ctx: tuple[int, ...],
+    mode: tuple[str, ...],
+    precision: tuple[str, ...],
+    **parameters: Any,
+) -> list[Path]:
+    """Captures every cell of the product and exports it; returns the reports, each `<out>/<cell>/report.sqlite`.
+
+    A cell that cannot run (out of memory) leaves its benchmark's row and no report. Bad input ends the program with
+    status 2 before anything runs; Ctrl-C leaves the reports so far, and `resume` goes on from there.
+    """
+    with refusing_bad_input():
+        for flag, values in {"size": size, "ctx": ctx, "mode": mode, "precision": precision}.items():
+            check(values != (), flag, (), "needs at least one value")
+        cells = [
+            named_cell(name, length, mode=how, precision=number, **parameters)
+            for name, length, how, number in product(size, ctx, mode, precision)
+        ]
+        program = shlex.split(nsys) if dry_run else find_nsys(nsys)
+        if not dry_run:
+            check_writable(out)
+    if dry_run:
+        for command in commands(cells, program, out, unprofiled):
+            print(shlex.join(command))
+        return []
+    reports = []
+    try:
+        if unprofiled:
+            run(benchmark_command(cells, out / UNPROFILED, nvtx=False))
+        for cell in cells:
+            report = cell_folder(out, cell) / "report.nsys-rep"
+            if not (resume and report.with_suffix(".sqlite").exists()):
+                report.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    capture(program, report, benchmark_command([cell], report.parent, nvtx=True))
+                except NsysFailed as error:
+                    print(f"error: {cell_name(cell)}: {error}", file=sys.stderr)
+                    continue
+            reports.append(export_sqlite(report, program))
+    except KeyboardInterrupt:
+        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
+        raise SystemExit(130) from None
+    except NsysFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    return reports
+
+
+def commands(cells: Sequence[BenchmarkCell], nsys: Sequence[str], out: Path, unprofiled: bool) -> list[list[str]]:
+    """What `run_nsys` runs, in order, for a person to run by hand."""
+    listed = [benchmark_command(cells, out / UNPROFILED, nvtx=False)] if unprofiled else []
+    for cell in cells:
+        report = cell_folder(out, cell) / "report.nsys-rep"
+        listed.append(profile_command(nsys, report, benchmark_command([cell], report.parent, nvtx=True)))
+        listed.append(export_command(nsys, report, report.with_suffix(".sqlite")))
+    return listed
+
+
+def cell_name(cell: BenchmarkCell) -> str:
+    """A folder's name for a cell, e.g. "small-ctx128-train-step-fp32"."""
+    parts = [cell.size, f"ctx{cell.ctx}", cell.mode, cell.precision]
+    parts += [cell.attention] if cell.attention != "naive" else []
+    parts += {"off": [], "on": ["compiled"], "blocks": ["compiled-blocks"]}[cell.compile]
+    parts += [cell.optimizer] if cell.optimizer != "adamw" else []
+    return "-".join(parts)
+
+
+def cell_folder(out: Path, cell: BenchmarkCell) -> Path:
+    return out / cell_name(cell)
