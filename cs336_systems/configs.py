@@ -6,8 +6,10 @@ Plain data with its checks: no torch here, so that a command line can be parsed,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from itertools import product
+from typing import Any, Literal, get_args
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -175,6 +177,21 @@ def named_cell(size: str, ctx: int, **parameters) -> BenchmarkCell:
     named = MODEL_SIZES[size]
     shape = {name: getattr(named, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")}
     return BenchmarkCell(size=size, ctx=ctx, **{**shape, **parameters})
+
+
+def named_cells(sizes: Iterable[str], **parameters: Any) -> list[BenchmarkCell]:
+    """The product of all parameters for each named size: each keyword is one value or a tuple of values.
+
+    For example `named_cells(("small", "large"), ctx=(128, 256), mode="forward")` are four cells. A value given twice is
+    one cell. Raises ValueError for the first cell that cannot be.
+    """
+    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
+    cells = (
+        named_cell(size, **dict(zip(varied, values, strict=True)))
+        for size in sizes
+        for values in product(*varied.values())
+    )
+    return list(dict.fromkeys(cells))
 
 
 CELL_PARAMETERS: tuple[str, ...] = tuple(field.name for field in fields(BenchmarkCell))

@@ -36,7 +36,7 @@ class Workload:
             the cell says so.
         inputs, targets: (batch, context) token ids.
         optimizer: None unless the mode is train-step.
-        loss: the last step's loss, on the device; None after a forward step.
+        loss: the last step's loss, on the device, and during backward with its graph; None after a forward step.
     """
 
     def __init__(self, cell: BenchmarkCell) -> None:
@@ -82,6 +82,7 @@ class Workload:
         with phase("loss"), self.autocast():
             loss = cross_entropy(logits, self.targets)
         del logits  # the graph keeps what backward needs; the name would keep it beyond
+        self.loss = loss
         with phase("backward"):
             self.scaler.scale(loss).backward()
         self.loss = loss.detach()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from cs336_systems.benchmarking.precision_benchmark import (
 from cs336_systems.benchmarking.run_benchmark import resolve_device
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import BenchmarkCell, check, named_cell
+from cs336_systems.configs import BenchmarkCell, check, named_cells
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
 
@@ -59,11 +58,11 @@ def run_mixed_precision(
     with refusing_bad_input():
         for flag, values in {"part": part, **parameters}.items():
             check(values != (), flag, "", "needs at least one value")
-        _cells(size or GPU_SIZES, "cuda" if device == "auto" else device, parameters)
+        named_cells(size or GPU_SIZES, device="cuda" if device == "auto" else device, **parameters)
         check_writable(out)
         device, provenance = resolve_device(device, command)
         sizes = size or (GPU_SIZES if device.startswith("cuda") else CPU_SIZES)
-        cells = _cells(sizes, device, parameters)
+        cells = named_cells(sizes, device=device, **parameters)
         results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume) if "benchmark" in part else None
     if "accumulation" in part:
         _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)
@@ -75,15 +74,6 @@ def run_mixed_precision(
         _write(out, "layer_norm", LayerNormRow, rows, LAYER_NORM_COLUMNS, layer_norm_note(rows), provenance)
     if results is not None:
         _benchmark(cells, results, out)
-
-
-def _cells(sizes: tuple[str, ...], device: str, parameters: dict[str, Any]) -> list[BenchmarkCell]:
-    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
-    return [
-        named_cell(size, device=device, **dict(zip(varied, values, strict=True)))
-        for size in sizes
-        for values in product(*varied.values())
-    ]
 
 
 def _write(

@@ -135,6 +135,8 @@ class _Recorder:
         if name == "backward":
             # They are live until backward, and are looked for at its mark, which comes next.
             self._hold("weight copies", self._copies.addresses(), len(self._marks))
+            if self._is_watched and self.workload.loss is not None:
+                announce_nodes(self.workload.loss.grad_fn, self.history.label)
         self.mark(name)
         with self._watch(name):
             yield
@@ -152,14 +154,8 @@ class _Recorder:
             return watching
         if self.workload.cell.precision in ("bf16", "fp16"):
             watching.enter_context(self._copies)
-        if name == "forward":
-            watching.enter_context(forward_lines_kept())
-            hook = self.workload.model.register_forward_hook(self._announce)
-            watching.callback(hook.remove)
+        watching.enter_context(forward_lines_kept())
         return watching
-
-    def _announce(self, module: Any, args: Any, logits: torch.Tensor) -> None:
-        announce_nodes(logits.grad_fn, self.history.label)
 
     def hold_persistent(self, at_the_end: bool = False) -> None:
         """Notes where parameters, gradients and optimizer state are now, at the last mark or at the history's end."""
@@ -182,7 +178,7 @@ def _allocate_mark(device: torch.device) -> None:
 
 
 def _persistent_tensors(workload: Workload) -> dict[str, list[torch.Tensor]]:
-    parameters = list(workload.model.parameters())
+    parameters: list[torch.Tensor] = list(workload.model.parameters())
     states = workload.optimizer.state.values() if workload.optimizer is not None else ()
     return {
         "parameters": parameters,

@@ -124,7 +124,7 @@ def read_timeline(snapshot: Snapshot) -> MemoryTimeline:
         ValueError: the snapshot has no history, or its marks do not fit it.
     """
     # Of several cards, the one that the step ran on.
-    trace = max(snapshot["device_traces"], key=len, default=[])
+    trace: list[dict[str, Any]] = max(snapshot["device_traces"], key=len, default=[])
     if not trace:
         raise ValueError(
             "snapshot: has no history; call torch.cuda.memory._record_memory_history() before what is to be recorded"
@@ -209,10 +209,9 @@ def _categorize(
     n_events: int,
 ) -> None:
     backward = next((phase for phase in phases if phase.name == "backward"), None)
-    if backward is not None:
-        kept_until = backward.first
-    else:  # it ended before: what was live then would have been kept
-        kept_until = n_events - 1 if extra["has_backward"] else n_events
+    # A step that ended before backward would have kept what was live then.
+    at_the_end = n_events - 1 if extra["has_backward"] else n_events
+    kept_until = at_the_end if backward is None else backward.first
     runs_end = _ends_of_runs(allocations)
     for allocation in allocations:
         if allocation.start < 0:

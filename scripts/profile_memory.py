@@ -1,0 +1,94 @@
+"""See what holds a GPU's memory over a forward pass or a full training step, and which line of code allocated it.
+
+Several values are a sweep, each cell in a process of its own; one step of each is recorded:
+
+    python scripts/profile_memory.py --size 2.7b --ctx 128 512 --mode forward train-step --precision fp32 bf16
+
+Under --out: the snapshots, which https://pytorch.org/memory_viz opens; a picture of each one's timeline; and tables of
+peaks by phase, of what was held at the peak, and of the largest allocations. Where memory runs out, all of them are of
+that moment. A snapshot from elsewhere is analysed by itself, on any machine (a snapshot is a pickle: open none that you
+do not trust):
+
+    python scripts/profile_memory.py --snapshot out/memory/snapshots/2.7b_ctx512_train-step_fp32.pickle
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
+
+
+@dataclass(frozen=True)
+class Arguments:
+    size: tuple[str, ...] = ("small",)
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
+    ctx: tuple[int, ...] = (256,)
+    """Context lengths, in tokens."""
+    mode: tuple[Mode, ...] = ("forward", "train-step")
+    """forward runs without autograd; forward-backward adds the loss and backward; train-step adds the optimizer."""
+    precision: tuple[Precision, ...] = ("fp32", "bf16")
+    """bf16 and fp16 are autocast over float32 weights."""
+    compile: tuple[Compile, ...] = ("off",)
+    """torch.compile: off, on (the whole model), or blocks."""
+    attention: tuple[Attention, ...] = ("naive",)
+    """The attention that the model calls."""
+    optimizer: tuple[Optimizer, ...] = ("adamw",)
+    """The project's AdamW, or PyTorch's fused one."""
+    checkpoint_every: tuple[int, ...] = (0,)
+    """Blocks in a checkpointed segment; 0 for no checkpoints."""
+    warmup: int = 1
+    """Steps before the recorded one; the first of all makes the optimizer's state."""
+    batch_size: int = 4
+    """Sequences in a batch."""
+    device: str = "auto"
+    """cuda, cuda:N, cpu (where tensors alone are seen), or auto: the first GPU if there is one."""
+    seed: int = 0
+    """Of the random weights and tokens."""
+    out: Path = Path("out/memory")
+    """Folder for snapshots, pictures and tables."""
+    resume: bool = False
+    """Keep the rows under --out and skip their cells."""
+    snapshot: Path | None = None
+    """Analyse this file and record nothing."""
+
+
+def main() -> None:
+    options = dict(vars(parse(Arguments, __doc__)))
+    from cs336_systems.benchmarking.grouped_sweep import measure_into_files
+    from cs336_systems.benchmarking.model_benchmark import cell_label
+    from cs336_systems.benchmarking.sweep import run_sweep
+    from cs336_systems.configs import named_cells
+    from cs336_systems.profiling.memory_profile import AllocationWriter, MemoryRow, measure_memory, report_snapshot
+    from cs336_systems.records import ResultsFile
+
+    snapshot, out = options.pop("snapshot"), options["out"]
+    if snapshot is not None:
+        with refusing_bad_input():
+            report = report_snapshot(snapshot, out)
+        print(report)
+        return
+    sizes, files = options.pop("size"), {name: options.pop(name) for name in ("device", "out", "resume")}
+    writers: list[AllocationWriter] = []
+
+    def sweep(cells: list[Any], results: ResultsFile) -> None:
+        writers.append(AllocationWriter(results, files["resume"]))
+        run_sweep(cells, partial(measure_memory, out=out), results, cell_label, writers[0].complete)
+
+    measure_into_files(
+        command_line(),
+        "memory",
+        MemoryRow,
+        lambda device: named_cells(sizes, device=device, steps=1, **options),
+        sweep,
+        lambda results: writers[0].write_files(),
+        **files,
+    )
+
+
+if __name__ == "__main__":
+    main()
