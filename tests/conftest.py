@@ -11,11 +11,10 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-_HAS_GPU = os.path.exists("/dev/nvidiactl")
 # Before torch is imported: the tests share the cores with each other and with the ranks that some of them spawn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU the Triton kernels run in Triton's interpreter; it must be chosen before triton is imported.
-if not _HAS_GPU:
+if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import jaxtyping
@@ -24,6 +23,7 @@ from jaxtyping import install_import_hook
 import tests.typecheck  # noqa: F401  found by its name below
 
 _ROOT = Path(__file__).resolve().parents[1]
+_HAS_GPU = os.path.exists("/dev/nvidiactl")
 
 
 def _modules_to_check() -> list[str]:

@@ -25,8 +25,17 @@ OPTIONS = GroupOptions("cpu", timeout_s=200.0)
 BATCH_SIZE = 12  # divisible by 1, 2, 3 and 4 ranks
 
 if launcher() is None:
-    # While pytest still collects: all that a rank of any test imports (every optimizer imports torch._dynamo).
-    start_fork_server("torch._dynamo", "cs336_systems.workload", "tests.distributed_helpers", "tests.ddp_cases")
+    # While pytest still collects: all that a rank of any test imports (every optimizer imports torch._dynamo), and what
+    # a script needs for tables and pictures.
+    start_fork_server(
+        "torch._dynamo",
+        "cs336_systems.workload",
+        "tests.distributed_helpers",
+        "tests.ddp_cases",
+        "pandas",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.pyplot",
+    )
 
 
 def run_gloo(function: Any, *args: Any, world_size: int = 2) -> list[Any]:

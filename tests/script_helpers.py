@@ -1,0 +1,121 @@
+"""What the tests of scripts share: a script as a process of its own, without the seconds that importing torch takes."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.distributed.spawn import start_context
+from tests.distributed_helpers import ROOT  # its import starts the fork server
+
+END_S = 120.0  # on a busy machine
+
+
+class ScriptProcess:
+    """`python scripts/<name>.py <arguments>` in a process forked from the tests' fork server: with signals, files and
+    children of its own, as if started from a shell.
+
+    Args:
+        folder: where its standard output and error are kept.
+        environment: variables that it has besides this process's.
+        stdout: a file that standard output goes to instead.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        stdout: str | Path | None = None,
+    ) -> None:
+        self._stdout, self._stderr = Path(stdout or folder / "stdout"), folder / "stderr"
+        variables = {**os.environ, **(environment or {})}
+        argv = [str(ROOT / "scripts" / f"{name}.py"), *map(str, arguments)]
+        address = forkserver._forkserver._forkserver_address
+        self.process = start_context().Process(target=_run, args=(argv, variables, self._stdout, self._stderr, address))
+        self.process.start()
+        self.pid: int = self.process.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Its exit status, or the negative number of the signal that ended it."""
+        self.process.join(END_S)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"did not end within {END_S} s: {self.errors}")
+        return self.process.exitcode
+
+    @property
+    def output(self) -> str:
+        return self._stdout.read_text()
+
+    @property
+    def errors(self) -> str:
+        return self._stderr.read_text()
+
+
+def _run(argv: list[str], environment: dict[str, str], stdout: Path, stderr: Path, server_address: str) -> None:
+    # The processes that it starts are forked from the same server: else it would start one, which imports torch anew.
+    server: Any = forkserver._forkserver
+    server._forkserver_address, server.ensure_running = server_address, lambda: None
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
+    for number, path in ((1, stdout), (2, stderr)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding, "backslashreplace", line_buffering=True)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def wait_until(condition: Callable[[], Any], what: str = "it") -> Any:
+    """The condition's value as soon as that is true."""
+    end_s = time.monotonic() + END_S
+    while not (value := condition()):
+        assert time.monotonic() < end_s, f"{what} did not happen within {END_S} s"
+        time.sleep(0.01)
+    return value
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended (a zombie has)."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat")
+        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def assert_help_needs_no_torch(name: str, *flags: str) -> None:
+    """`--help` shows the flags, without importing torch, in less than 1.5 s of the processor's time."""
+    probe = f"""
+import runpy, sys, time
+sys.argv[1:] = ["--help"]
+try:
+    runpy.run_path({str(ROOT / "scripts" / f"{name}.py")!r}, run_name="__main__")
+finally:
+    assert "torch" not in sys.modules, "torch was imported"
+    print(time.process_time(), file=sys.stderr)
+"""
+    shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    for flag in flags:
+        assert flag in shown.stdout
+    assert float(shown.stderr) < 1.5
