@@ -4,11 +4,7 @@ import json
 import re
 import runpy
 import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +19,9 @@ from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or
 from cs336_systems.benchmarking.flash_benchmark import FlashRow
 from cs336_systems.benchmarking.leaderboard_attention import LeaderboardCell, LeaderboardRow, measure_leaderboard
 from cs336_systems.records import read_results
+from tests.distributed_helpers import ROOT
+from tests.script_helpers import ScriptProcess, assert_help_needs_no_torch, wait_until
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("attention_benchmark", "flash_benchmark", "leaderboard_attention")
 
 
@@ -32,67 +29,32 @@ def _path(script):
     return str(ROOT / "scripts" / f"{script}.py")
 
 
-@pytest.fixture
-def run_script(monkeypatch, capsys):
-    """Runs a script in this process, which has torch already; returns its exit status and what it printed."""
-
-    def run(script, *arguments):
-        monkeypatch.setattr(sys, "argv", [_path(script), *map(str, arguments)])
-        status = 0
-        try:
-            runpy.run_path(_path(script), run_name="__main__")
-        except SystemExit as stopped:
-            status = stopped.code
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
-
-    return run
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_answers_at_once_and_without_torch(script):
-    probe = (
-        f"import runpy, sys; sys.argv[1:] = ['--help']\ntry: runpy.run_path({_path(script)!r}, run_name='__main__')\n"
+    assert_help_needs_no_torch(
+        script, "--implementation", "--length", "--head-dim", "--precision", "--causal", "--device", "--resume"
     )
-    probe += "finally: assert 'torch' not in sys.modules, 'torch was imported'"
-    seconds = []
-    while len(seconds) < 3 and min(seconds, default=9) >= 1.5:  # again only where the machine was busy
-        start = time.perf_counter()
-        shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-        seconds.append(time.perf_counter() - start)
-        assert shown.returncode == 0, shown.stderr
-    for flag in ("--implementation", "--length", "--head-dim", "--precision", "--causal", "--device", "--resume"):
-        assert flag in shown.stdout
-    assert min(seconds) < 1.5
 
 
 def test_the_flash_benchmark_survives_ctrl_c_resumes_and_writes_every_file(tmp_path, run_script):
     lengths = range(8, 18)
     arguments = ["--device", "cpu", "--implementation", "sdpa-cudnn", "naive", "--head-dim", 16, "--precision", "fp32"]
-    arguments += ["--length", *lengths, "--warmup-ms", 0, "--rep-ms", 1, "--out", tmp_path]
-    run = subprocess.Popen(
-        [sys.executable, _path("flash_benchmark"), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    end = time.monotonic() + 120
-    while not (tmp_path / "flash_benchmark.json").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    out = tmp_path / "out"
+    arguments += ["--length", *lengths, "--warmup-ms", 0, "--rep-ms", 1, "--out", out]
+    run = ScriptProcess(tmp_path, "flash_benchmark", *arguments)
+    wait_until((out / "flash_benchmark.json").exists)
     run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=120)
-    assert run.returncode == 130
-    assert "--resume" in errors
-    assert "Traceback" not in errors
-    before = json.loads((tmp_path / "flash_benchmark.json").read_text())["rows"]
+    assert run.wait() == 130
+    assert "--resume" in run.errors
+    assert "Traceback" not in run.errors
+    before = json.loads((out / "flash_benchmark.json").read_text())["rows"]
     assert 1 <= len(before) < 6 * len(lengths)
 
     status, output, errors = run_script("flash_benchmark", *arguments, "--resume")
     assert status == 0, errors
-    assert json.loads((tmp_path / "flash_benchmark.json").read_text())["rows"][: len(before)] == before
-    rows = read_results(tmp_path / "flash_benchmark.json", FlashRow)[1]
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert json.loads((out / "flash_benchmark.json").read_text())["rows"][: len(before)] == before
+    rows = read_results(out / "flash_benchmark.json", FlashRow)[1]
+    assert {path.name for path in out.iterdir()} == {
         *(f"flash_benchmark.{kind}" for kind in ("json", "csv", "md", "tex")),
         "flash_benchmark_tflops_fp32.png",
     }

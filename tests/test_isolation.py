@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 import torch
 
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
 from cs336_systems.records import Unsupported
+from tests.script_helpers import is_running, wait_until
 
 
 def _double(value):
@@ -107,36 +107,20 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os, pathlib, sys, time
-        from cs336_systems.benchmarking.isolation import run_isolated
+        from cs336_systems.benchmarking import isolation
 
         def sleep_forever(file):
             pathlib.Path(file).write_text(str(os.getpid()))
             time.sleep(600)
 
         if __name__ == "__main__":
-            run_isolated(sleep_forever, sys.argv[1])
+            isolation._PRELOADED.clear()  # nothing here needs torch
+            isolation.run_isolated(sleep_forever, sys.argv[1])
         """)
     )
     note = tmp_path / "child"
     parent = subprocess.Popen([sys.executable, str(script), str(note)])
-    child = int(_wait_for(lambda: note.exists() and note.read_text()))
+    child = int(wait_until(lambda: note.exists() and note.read_text()))
     parent.kill()
     parent.wait()
-    _wait_for(lambda: not _runs(child))
-
-
-def _runs(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def _wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {seconds} s")
+    wait_until(lambda: not is_running(child))

@@ -2,9 +2,6 @@
 
 import itertools
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +22,7 @@ from cs336_systems.benchmarking.run_mixed_precision import run_mixed_precision
 from cs336_systems.configs import named_cell
 from cs336_systems.records import read_results
 from cs336_systems.workload import Workload
-
-ROOT = Path(__file__).resolve().parents[1]
-
+from tests.script_helpers import assert_help_needs_no_torch
 
 # ---- Accumulations ---------------------------------------------------------------------------------------------------
 
@@ -257,9 +252,4 @@ def test_bad_input_is_refused_by_name(tmp_path, capsys, changes, message):
 
 
 def test_help_answers_at_once_and_without_torch():
-    script = str(ROOT / "scripts" / "mixed_precision.py")
-    probe = f"import runpy, sys; sys.argv[1:] = ['--help']\ntry: runpy.run_path({script!r}, run_name='__main__')\n"
-    probe += "finally: assert 'torch' not in sys.modules, 'torch was imported'"
-    shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    assert "--part" in shown.stdout
+    assert_help_needs_no_torch("mixed_precision", "--part")

@@ -1,11 +1,7 @@
 """scripts/train.py as a person runs it: what it leaves, SIGKILL and resume, Ctrl-C, and what it refuses."""
 
 import dataclasses
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +11,8 @@ from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments
 from cs336_systems.training.metrics import METRICS, PLOT, read_metrics
 from cs336_systems.training.run import run_training
+from tests.script_helpers import ScriptProcess, run_without_torch, wait_until
 from tests.training_helpers import lines, make_config, train, write_text
-
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = [sys.executable, str(ROOT / "scripts" / "train.py")]
 
 
 def _arguments(config):
@@ -32,22 +26,6 @@ def _arguments(config):
         elif value is not None:
             arguments += [f"--{flag}", str(value)]
     return arguments
-
-
-def _start(config):
-    # As many threads as this process has: another split of a sum is another rounding.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [*SCRIPT, *_arguments(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def _wait_for_checkpoints(process, config, count):
-    end = time.monotonic() + 200
-    while len(list_checkpoints(config.out)) < count:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end, "no checkpoint within 200 s"
-        time.sleep(0.005)
 
 
 def test_a_run_leaves_metrics_a_picture_and_checkpoints(tmp_path, capsys):
@@ -72,11 +50,10 @@ def test_a_run_leaves_metrics_a_picture_and_checkpoints(tmp_path, capsys):
 def test_a_run_killed_anywhere_resumes_bit_for_bit(tmp_path):
     changes = {"steps": 150, "checkpoint_every": 7, "validate_every": 50}
     killed = make_config(tmp_path, out=tmp_path / "killed", **changes)
-    process = _start(killed)
-    _wait_for_checkpoints(process, killed, 2)
+    process = ScriptProcess(tmp_path, "train", *_arguments(killed))
+    wait_until(lambda: len(list_checkpoints(killed.out)) >= 2)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     reached = read_metrics(killed.out / METRICS)[-1]["step"]
     assert 14 <= reached < 150
     resumed = dataclasses.replace(killed, resume=True)
@@ -194,14 +171,11 @@ def test_only_bad_checkpoints_are_refused_by_name(tmp_path, capsys):
 
 
 def test_the_command_line_names_the_flag_and_needs_no_torch():
-    probe = "import runpy, sys; sys.argv[1:] = {!r}\ntry: runpy.run_path({!r}, run_name='__main__')\n"
-    probe += "finally: assert 'torch' not in sys.modules, 'torch was imported'"
     for arguments, status, message in (
         (["--help"], 0, "--sharded-optimizer"),
         (["--ctx", "0"], 2, "error: --ctx 0: must be at least 1"),
         (["--precision", "fp8"], 2, "invalid choice 'fp8'"),
     ):
-        command = [sys.executable, "-c", probe.format(arguments, SCRIPT[1])]
-        shown = subprocess.run(command, capture_output=True, text=True)
-        assert shown.returncode == status, shown.stderr
-        assert message in shown.stdout + shown.stderr
+        returned, shown = run_without_torch("train", *arguments)
+        assert returned == status
+        assert message in shown
