@@ -6,22 +6,20 @@ else that the layer waited for: the kernels before it, and its own launch.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import record_function
 
 from cs336_systems.distributed.fsdp_schedule import WeightManager
 from cs336_systems.distributed.fsdp_weight import ShardedWeight
 from cs336_systems.intervals import intersect, total_length
 from cs336_systems.profiling.overlap import read_trace
+from cs336_systems.profiling.torch_trace import record_steps
 
 _GATHER, _USE = "fsdp gather ", "fsdp use "
 
@@ -42,19 +40,8 @@ class GatherTiming:
 
 def profile_sharded_step(step: Callable[..., object], device: torch.device | str) -> dict[str, Any]:
     """Profile one step: when it computed and communicated ("intervals"), and how its gathers ended (a row's fields)."""
-    device = torch.device(device)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    once = schedule(wait=0, warmup=1, active=1, repeat=1)  # the profiler's own start falls into the first
-    with annotated_gathers(), profile(activities=activities, schedule=once, acc_events=True) as profiler:
-        for _ in range(2):
-            step(record_function)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            profiler.step()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        trace = json.loads(file.read_text(encoding="utf-8"))
+    with annotated_gathers():
+        trace = record_steps(lambda: step(record_function), device)
     intervals = read_trace(trace)
     collective_ms = total_length(intervals.communication)
     gathers = read_gathers(trace)
