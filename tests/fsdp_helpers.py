@@ -40,7 +40,7 @@ class Mixed(nn.Module):
         self.register_buffer("offset", torch.randn(7))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.first(self.embedding(tokens) + self.positions(torch.arange(4)))
+        x = self.first(self.embedding(tokens) + self.positions(torch.arange(4, device=tokens.device)))
         x = torch.tanh(self.twice(self.norm(x)) + self.offset.to(x.dtype))
         x = self.frozen(self.layer_norm(self.twice(x)))
         return self.head(torch.relu(self.widen(self.narrow(x))))
@@ -80,8 +80,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_on(model: nn.Module, step: int, rank: int = 0, world_size: int = 1) -> Tensor:
-    """Mean cross-entropy of a rank's part of the step's batch."""
-    tokens, targets = (tensor.chunk(world_size)[rank] for tensor in batch(step))
+    """Mean cross-entropy of a rank's part of the step's batch, on the model's device."""
+    device = next(model.parameters()).device
+    tokens, targets = (tensor.chunk(world_size)[rank].to(device) for tensor in batch(step))
     return cross_entropy(model(tokens), targets)
 
 
