@@ -28,7 +28,7 @@ from tests.fsdp_helpers import (
     transformer,
 )
 
-WORLD_SIZES = (1, 2, 3, 5)
+WORLD_SIZES = (1, 2, 5)  # with 5 the rows divide unevenly, and some ranks have none
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "tied": partial(Mixed, tied=True),
@@ -106,7 +106,7 @@ def which_layers(context: RankContext) -> None:
     assert others._weights == []
 
 
-def low_precision(context: RankContext) -> None:
+def low_precision(context: RankContext, n_steps: int) -> None:
     """compute_dtype: layers compute in it, masters and gradients are float32, and training follows float32's."""
     plain, model = build(transformer, 0), wrap(transformer, context, compute_dtype=torch.float16)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, model)]
@@ -114,7 +114,7 @@ def low_precision(context: RankContext) -> None:
     model.module.layers[0].ffn.w1.register_forward_hook(
         lambda layer, args, output: dtypes.extend((args[0].dtype, layer.weight.dtype, output.dtype))
     )
-    for step in range(5):
+    for step in range(n_steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         average_by_hand(plain, step, context.world_size)
@@ -298,12 +298,13 @@ def misuse(context: RankContext) -> None:
 def all_cases(context: RankContext) -> None:
     torch.set_num_threads(1)  # threads that wait for a busy core take longer than the work
     torch.use_deterministic_algorithms(True)
+    n_steps = 5 if context.world_size == 2 else 2  # the first learns the order
     for make in MODELS.values():
-        train(context, make, torch.optim.SGD)
+        train(context, make, torch.optim.SGD, n_steps)
     if context.world_size == 2:
         train(context, Mixed, torch.optim.AdamW)
     which_layers(context)
-    low_precision(context)
+    low_precision(context, n_steps)
     checkpointing(context)
     without_gradients(context)
     several_passes(context)
