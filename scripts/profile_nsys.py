@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.cli import parse
+from cs336_systems.cli import command_line, parse
 from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
 
 
@@ -51,6 +51,8 @@ class Arguments:
     """Keep the reports under --out and capture the others."""
     dry_run: bool = False
     """Print the commands and run nothing."""
+    top: int = 8
+    """Kernels to list for each range."""
     out: Path = Path("out/nsys")
     """Folder for reports, rows, tables and pictures."""
 
@@ -59,7 +61,7 @@ def main() -> None:
     options = vars(parse(Arguments, __doc__))
     from cs336_systems.profiling.run_nsys import run_nsys
 
-    run_nsys(**options)
+    run_nsys(command_line(), **options)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from cs336_systems.profiling.nsys import (
     profile_command,
     run,
 )
+from cs336_systems.profiling.run_analysis import UNPROFILED, cell_name, run_analysis
 from cs336_systems.records import check_writable
-
-UNPROFILED = "unprofiled"
 
 
 def run_nsys(
+    command: str,
     *,
     nsys: str,
     out: Path,
@@ -37,9 +37,10 @@ def run_nsys(
     ctx: tuple[int, ...],
     mode: tuple[str, ...],
     precision: tuple[str, ...],
+    top: int,
     **parameters: Any,
-) -> list[Path]:
-    """Captures every cell of the product and exports it; returns the reports, each `<out>/<cell>/report.sqlite`.
+) -> None:
+    """Captures every cell of the product, exports it to `<out>/<cell>/report.sqlite`, and reads all (`run_analysis`).
 
     A cell that cannot run (out of memory) leaves its benchmark's row and no report. Bad input ends the program with
     status 2 before anything runs; Ctrl-C leaves the reports so far, and `resume` goes on from there.
@@ -55,15 +56,14 @@ def run_nsys(
         if not dry_run:
             check_writable(out)
     if dry_run:
-        for command in commands(cells, program, out, unprofiled):
-            print(shlex.join(command))
-        return []
-    reports = []
+        for words in commands(cells, program, out, unprofiled):
+            print(shlex.join(words))
+        return
     try:
         if unprofiled:
             run(benchmark_command(cells, out / UNPROFILED, nvtx=False))
         for cell in cells:
-            report = cell_folder(out, cell) / "report.nsys-rep"
+            report = out / cell_name(cell) / "report.nsys-rep"
             if not (resume and report.with_suffix(".sqlite").exists()):
                 report.parent.mkdir(parents=True, exist_ok=True)
                 try:
@@ -71,34 +71,21 @@ def run_nsys(
                 except NsysFailed as error:
                     print(f"error: {cell_name(cell)}: {error}", file=sys.stderr)
                     continue
-            reports.append(export_sqlite(report, program))
+            export_sqlite(report, program)
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None
     except NsysFailed as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    return reports
+    run_analysis(command, reports=[out], benchmark=None, out=out, top=top, nsys=nsys)
 
 
 def commands(cells: Sequence[BenchmarkCell], nsys: Sequence[str], out: Path, unprofiled: bool) -> list[list[str]]:
     """What `run_nsys` runs, in order, for a person to run by hand."""
     listed = [benchmark_command(cells, out / UNPROFILED, nvtx=False)] if unprofiled else []
     for cell in cells:
-        report = cell_folder(out, cell) / "report.nsys-rep"
+        report = out / cell_name(cell) / "report.nsys-rep"
         listed.append(profile_command(nsys, report, benchmark_command([cell], report.parent, nvtx=True)))
         listed.append(export_command(nsys, report, report.with_suffix(".sqlite")))
     return listed
-
-
-def cell_name(cell: BenchmarkCell) -> str:
-    """A folder's name for a cell, e.g. "small-ctx128-train-step-fp32"."""
-    parts = [cell.size, f"ctx{cell.ctx}", cell.mode, cell.precision]
-    parts += [cell.attention] if cell.attention != "naive" else []
-    parts += {"off": [], "on": ["compiled"], "blocks": ["compiled-blocks"]}[cell.compile]
-    parts += [cell.optimizer] if cell.optimizer != "adamw" else []
-    return "-".join(parts)
-
-
-def cell_folder(out: Path, cell: BenchmarkCell) -> Path:
-    return out / cell_name(cell)

@@ -1,0 +1,187 @@
+"""From report files to answers: finds the reports, reads each, and sets them beside the benchmark's own rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.configs import BenchmarkCell, check
+from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
+from cs336_systems.profiling.nsys import NsysFailed, export_sqlite, find_nsys
+from cs336_systems.profiling.nsys_report import read_report
+from cs336_systems.profiling.nsys_trim import trim_report
+from cs336_systems.profiling.step_answers import StepRow
+from cs336_systems.profiling.trace import Trace
+from cs336_systems.provenance import Provenance
+from cs336_systems.records import check_writable
+
+UNPROFILED = "unprofiled"  # the folder of rows measured without a profiler
+_CELL = ("size", "ctx", "batch_size", "mode", "precision", "compile", "attention", "optimizer", "checkpoint_every")
+
+
+def run_analysis(
+    command: str,
+    *,
+    reports: Sequence[Path],
+    benchmark: Path | None,
+    out: Path,
+    top: int,
+    nsys: str,
+    trim: Path | None = None,
+    steps: int = 1,
+) -> list[Analysis]:
+    """Reads reports and folders of scripts/profile_nsys.py, and writes what `write_analyses` does under `out`.
+
+    With `trim`, writes the one report's first steps there, and nothing else. Bad input, and a report that is none, end
+    the program with status 2.
+    """
+    with refusing_bad_input():
+        check(len(reports) > 0, "reports", (), "needs at least one report or folder")
+        check(top >= 1, "top", top, "must be at least 1")
+        check(steps >= 1, "steps", steps, "must be at least 1")
+        files, folders = find_reports(reports)
+        if trim is not None:
+            check(len(files) == 1, "trim", str(trim), f"cuts one report, and there are {len(files)}")
+            size = trim_report(_as_sqlite(files[0], nsys), trim, steps)
+            print(f"{trim}: {size / 1e3:.0f} kB", file=sys.stderr)
+            return []
+        check_writable(out)
+        baseline = _rows(benchmark) if benchmark else []
+        for folder in folders:
+            baseline += _rows(folder / UNPROFILED / "benchmark.json")
+        analyses = {}
+        for file in files:
+            trace = read_trace_file(file, nsys)
+            name = report_name(file)
+            analyses[name] = analyze(replace(trace, source=name), _same_cell(baseline, trace.cell))
+        failed = [row for folder in folders for row in _failed_cells(folder)]
+        check(bool(analyses or failed), "reports", str(reports[0]), "holds no report")
+        provenance = _provenance(command, files, list(analyses.values()))
+        print(write_analyses(analyses, failed, out, provenance, top))
+    print(f"Answers, rows, kernels, and a report and picture each: {out}/", file=sys.stderr)
+    return list(analyses.values())
+
+
+def find_reports(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The report files that paths stand for, and those of the paths that are folders of scripts/profile_nsys.py.
+
+    Raises ValueError for a path that is not there.
+    """
+    files, folders = [], []
+    for path in paths:
+        check(path.exists(), "reports", str(path), "there is no such file or folder")
+        if not path.is_dir():
+            files.append(path)
+            continue
+        folders.append(path)
+        for folder in sorted(path.iterdir(), key=lambda one: one.stat().st_mtime):
+            names = (folder / "report.sqlite", folder / "report.nsys-rep")
+            files += [name for name in names if name.exists()][:1]
+    return files, folders
+
+
+def read_trace_file(path: Path, nsys: str = "nsys") -> Trace:
+    """The trace of a .nsys-rep (exported with `nsys`), of its SQLite, or of torch.profiler's .json or .json.gz.
+
+    Raises ValueError for anything else, saying what is missing.
+    """
+    if path.name.endswith((".json", ".json.gz")):
+        from cs336_systems.profiling.torch_trace import read_torch_trace
+
+        try:
+            with (
+                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
+            ):
+                return read_torch_trace(json.load(file), report_name(path))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"reports={str(path)!r}: is no trace of torch.profiler ({error})") from error
+    return read_report(_as_sqlite(path, nsys))
+
+
+def _as_sqlite(path: Path, nsys: str) -> Path:
+    if path.suffix != ".nsys-rep":
+        return path
+    exported = path.with_suffix(".sqlite")
+    if exported.exists() and exported.stat().st_mtime >= path.stat().st_mtime:
+        return exported
+    try:
+        return export_sqlite(path, find_nsys(nsys))
+    except NsysFailed as error:
+        raise ValueError(f"reports={str(path)!r}: {error}") from error
+
+
+def report_name(path: Path) -> str:
+    """What a report is called: its file's name, or its folder's where scripts/profile_nsys.py made it."""
+    stem = path.name.split(".")[0]
+    return path.resolve().parent.name if stem == "report" else stem
+
+
+def cell_name(cell: BenchmarkCell) -> str:
+    """A name for a cell's files, e.g. "small-ctx128-train-step-fp32"."""
+    parts = [cell.size, f"ctx{cell.ctx}", cell.mode, cell.precision]
+    parts += [cell.attention] if cell.attention != "naive" else []
+    parts += {"off": [], "on": ["compiled"], "blocks": ["compiled-blocks"]}[cell.compile]
+    parts += [cell.optimizer] if cell.optimizer != "adamw" else []
+    parts += [f"checkpoint{cell.checkpoint_every}"] if cell.checkpoint_every else []
+    return "-".join(parts)
+
+
+def benchmark_row(path: Path | None, cell: BenchmarkCell) -> dict[str, Any] | None:
+    """The row of a cell in a file of scripts/benchmark.py; None where it has none, ValueError if it is no such file."""
+    return _same_cell(_rows(path), asdict(cell)) if path else None
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"benchmark={str(path)!r}: is no file of scripts/benchmark.py ({error})") from error
+
+
+def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> dict[str, Any] | None:
+    if cell is None:
+        return None
+    usual = {"checkpoint_every": 0}
+    key = [cell.get(name, usual.get(name)) for name in _CELL]
+    return next((row for row in rows if [row.get(name, usual.get(name)) for name in _CELL] == key), None)
+
+
+def _failed_cells(folder: Path) -> list[StepRow]:
+    """Of the cells that left no report, because they could not run: out of memory, or unsupported."""
+    failed = []
+    for own in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != UNPROFILED):
+        for row in _rows(own / "benchmark.json"):
+            if row["status"] != "ok":
+                what = {name: row[name] for name in _CELL if name in StepRow.__dataclass_fields__}
+                failed.append(StepRow(source=own.name, status=row["status"], reason=row["reason"], **what))
+    return failed
+
+
+def _provenance(command: str, files: Sequence[Path], analyses: Sequence[Analysis]) -> Provenance:
+    """The run's that the benchmark left beside a report; else what the report itself says."""
+    for file in files:
+        beside = file.parent / "benchmark.json"
+        if beside.exists():
+            return replace(Provenance(**json.loads(beside.read_text(encoding="utf-8"))["runs"][-1]), command=command)
+    gpu = next((analysis.trace.gpu for analysis in analyses if analysis.trace.gpu), None)
+    unknown = dict.fromkeys(("driver", "cuda", "torch", "triton", "cpu", "git_commit"), "unknown")
+    return Provenance(
+        command=command,
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        gpu=gpu or "unknown GPU",
+        gpu_count=1,
+        gpu_memory_gib=0.0,
+        python=platform.python_version(),
+        cpu_count=0,
+        **unknown,
+    )

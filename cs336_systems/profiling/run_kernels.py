@@ -1,0 +1,52 @@
+"""From the arguments of scripts/profile_kernels.py to its files: one cell under torch.profiler, in this process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.cli import refusing_bad_input
+from cs336_systems.configs import check, named_cell
+from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
+from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
+from cs336_systems.records import Unsupported, check_writable
+
+
+def run_kernels(
+    command: str, *, size: str, ctx: int, device: str, benchmark: Path | None, top: int, out: Path, **parameters: Any
+) -> Analysis:
+    """Profiles the cell and writes what `write_analyses` does, and the trace as <cell>.json.gz, under `out`.
+
+    Bad input ends the program with status 2 before anything is built, running out of memory with status 1.
+    """
+    with refusing_bad_input():
+        check(top >= 1, "top", top, "must be at least 1")
+        named_cell(size, ctx, device="cuda" if device == "auto" else device, **parameters)
+        check_writable(out)
+        import torch
+
+        from cs336_systems.profiling.torch_trace import profile_workload, read_torch_trace
+        from cs336_systems.provenance import collect_provenance
+        from cs336_systems.workload import Workload
+
+        has_gpu = torch.cuda.is_available()
+        if device == "auto":
+            device = "cuda" if has_gpu else "cpu"
+        check(device == "cpu" or (device.startswith("cuda") and has_gpu), "device", device, "is not on this machine")
+        cell = named_cell(size, ctx, device=device, **parameters)
+        row = benchmark_row(benchmark, cell)
+    name = cell_name(cell)
+    try:
+        recorded = profile_workload(Workload(cell))
+    except (torch.OutOfMemoryError, Unsupported) as error:
+        print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        raise SystemExit(1) from None
+    with gzip.open(out / f"{name}.json.gz", "wt", encoding="utf-8") as file:
+        json.dump(recorded, file)
+    analysis = analyze(read_torch_trace(recorded, name), row)
+    print(write_analyses({name: analysis}, [], out, collect_provenance(command, device), top))
+    print(f"Answers, rows, kernels, trace, tables and picture: {out}/", file=sys.stderr)
+    return analysis
