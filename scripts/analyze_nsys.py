@@ -12,32 +12,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+
+from tyro.conf import Positional
 
 from cs336_systems.cli import command_line, parse
 
 
+@dataclass(frozen=True)
+class Arguments:
+    reports: Positional[tuple[Path, ...]]
+    """Reports, or folders of scripts/profile_nsys.py."""
+    benchmark: Path | None = None
+    """Rows of scripts/benchmark.py (benchmark.json) for the same cells without a profiler, to be set beside."""
+    top: int = 8
+    """Kernels to list for each range."""
+    nsys: str = "nsys"
+    """The program that exports .nsys-rep files, its path, or a command that calls it."""
+    out: Path = Path("out/analysis")
+    """Folder for what is written."""
+    trim: Path | None = None
+    """Write the report's first --steps steps to this SQLite file, small enough to keep, and do nothing else."""
+    steps: int = 1
+    """With --trim: how many steps to keep."""
+
+
 def main() -> None:
-    import tyro
-
-    @dataclass(frozen=True)
-    class Arguments:
-        reports: Annotated[tuple[Path, ...], tyro.conf.Positional]
-        """Reports, or folders of scripts/profile_nsys.py."""
-        benchmark: Path | None = None
-        """Rows of scripts/benchmark.py (benchmark.json) for the same cells without a profiler, to be set beside."""
-        top: int = 8
-        """Kernels to list for each range."""
-        nsys: str = "nsys"
-        """The program that exports .nsys-rep files, its path, or a command that calls it."""
-        out: Path = Path("out/analysis")
-        """Folder for what is written."""
-        trim: Path | None = None
-        """Write the report's first --steps steps to this SQLite file, small enough to keep, and do nothing else."""
-        steps: int = 1
-        """With --trim: how many steps to keep."""
-
-    options = vars(parse(Arguments, __doc__ or ""))
+    options = vars(parse(Arguments, __doc__))
     from cs336_systems.profiling.run_analysis import run_analysis
 
     run_analysis(command_line(), **options)
