@@ -79,18 +79,21 @@ def read_report(path: Path) -> Trace:
 @contextmanager
 def open_report(path: Path) -> Generator[sqlite3.Connection]:
     if not path.is_file():
-        raise ValueError(f"report={str(path)!r}: there is no such file")
+        raise ValueError(f"{path}: there is no such file")
     with path.open("rb") as file:
         start = file.read(16)
     if start != b"SQLite format 3\0":
-        raise ValueError(
-            f"report={str(path)!r}: must be a .nsys-rep file, or SQLite that `nsys export --type=sqlite` made of one"
-        )
+        raise ValueError(f"{path}: must be a .nsys-rep file, or SQLite that `nsys export --type=sqlite` made of one")
     try:
-        with closing(sqlite3.connect(f"file:{path.resolve()}?mode=ro&immutable=1", uri=True)) as database:
+        with closing(sqlite3.connect(read_only(path), uri=True)) as database:
             yield database
     except sqlite3.DatabaseError as error:
-        raise ValueError(f"report={str(path)!r}: cannot be read ({error}); export it again") from error
+        raise ValueError(f"{path}: cannot be read ({error}); export it again") from error
+
+
+def read_only(path: Path) -> str:
+    """The file's address for SQLite, which then leaves no file beside it."""
+    return f"{path.resolve().as_uri()}?mode=ro&immutable=1"
 
 
 def check_tables(database: sqlite3.Connection, path: Path) -> dict[str, set[str]]:
@@ -103,19 +106,19 @@ def check_tables(database: sqlite3.Connection, path: Path) -> dict[str, set[str]
             missing = sorted(set(columns) - there - {"textId"})  # early exports have the text itself only
             if missing:
                 raise ValueError(
-                    f"report={str(path)!r}: its table {table} has no column {missing[0]}, as exports of another "
+                    f"{path}: its table {table} has no column {missing[0]}, as exports of another "
                     "version of nsys may; export it again with nsys 2021 or later"
                 )
     if STRINGS not in tables:
-        raise ValueError(f"report={str(path)!r}: is no report of nsys, it has no table {STRINGS}{AGAIN}")
+        raise ValueError(f"{path}: is no report of nsys, it has no table {STRINGS}{AGAIN}")
     if not tables.keys() & {KERNEL, GRAPH}:
         raise ValueError(
-            f"report={str(path)!r}: has no kernels (no table {KERNEL}): nothing ran on a GPU while nsys recorded, or "
+            f"{path}: has no kernels (no table {KERNEL}): nothing ran on a GPU while nsys recorded, or "
             f"--trace had no cuda{AGAIN}"
         )
     if RUNTIME not in tables:
         raise ValueError(
-            f"report={str(path)!r}: has kernels but no launches (no table {RUNTIME}), so none can be put into a range; "
+            f"{path}: has kernels but no launches (no table {RUNTIME}), so none can be put into a range; "
             f"--trace must have cuda, not cuda-hw{AGAIN}"
         )
     return tables

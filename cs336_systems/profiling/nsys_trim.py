@@ -21,6 +21,7 @@ from cs336_systems.profiling.nsys_report import (
     THREAD_BITS,
     check_tables,
     open_report,
+    read_only,
     read_report,
 )
 from cs336_systems.profiling.trace import STEP
@@ -38,15 +39,17 @@ def trim_report(path: Path, out: Path, steps: int = 1) -> int:
     """
     if out.resolve() == path.resolve():
         raise ValueError(f"trim={str(out)!r}: must be another file than the report")
+    if steps < 1:
+        raise ValueError(f"steps={steps}: must be at least 1")
     trace = read_report(path)
     if not trace.steps:
-        raise ValueError(f"report={str(path)!r}: has no range {STEP!r} to cut at{AGAIN}")
+        raise ValueError(f"{path}: has no range {STEP!r} to cut at{AGAIN}")
     first, last = trace.steps[0].start_ns, trace.steps[min(steps, len(trace.steps)) - 1].end_ns
     with open_report(path) as database:
         tables = check_tables(database, path)
     out.unlink(missing_ok=True)
-    with closing(sqlite3.connect(f"file:{out.resolve()}", uri=True)) as database:
-        database.execute("ATTACH ? AS full", (f"file:{path.resolve()}?mode=ro&immutable=1",))
+    with closing(sqlite3.connect(out.resolve().as_uri(), uri=True)) as database:
+        database.execute("ATTACH ? AS full", (read_only(path),))
         for table in (RUNTIME, *_RAN, NVTX, GPU, STRINGS):
             if table in tables:
                 _copy(database, table, [name for name in COLUMNS[table] if name in tables[table]], first, last)

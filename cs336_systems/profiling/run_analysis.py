@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -63,7 +64,8 @@ def run_analysis(
             name = report_name(file)
             analyses[name] = analyze(replace(trace, source=name), _same_cell(baseline, trace.cell))
         failed = [row for folder in folders for row in _failed_cells(folder)]
-        check(bool(analyses or failed), "reports", str(reports[0]), "holds no report")
+        if not analyses and not failed:
+            raise ValueError(f"{reports[0]}: holds no report")
         provenance = _provenance(command, files, list(analyses.values()))
         print(write_analyses(analyses, failed, out, provenance, top))
     print(f"Answers, rows, kernels, and a report and picture each: {out}/", file=sys.stderr)
@@ -77,7 +79,8 @@ def find_reports(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """
     files, folders = [], []
     for path in paths:
-        check(path.exists(), "reports", str(path), "there is no such file or folder")
+        if not path.exists():
+            raise ValueError(f"{path}: there is no such file or folder")
         if not path.is_dir():
             files.append(path)
             continue
@@ -102,7 +105,7 @@ def read_trace_file(path: Path, nsys: str = "nsys") -> Trace:
             ):
                 return read_torch_trace(json.load(file), report_name(path))
         except (OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"reports={str(path)!r}: is no trace of torch.profiler ({error})") from error
+            raise ValueError(f"{path}: is no trace of torch.profiler ({error})") from error
     return read_report(_as_sqlite(path, nsys))
 
 
@@ -115,12 +118,12 @@ def _as_sqlite(path: Path, nsys: str) -> Path:
     try:
         return export_sqlite(path, find_nsys(nsys))
     except NsysFailed as error:
-        raise ValueError(f"reports={str(path)!r}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
 def report_name(path: Path) -> str:
     """What a report is called: its file's name, or its folder's where scripts/profile_nsys.py made it."""
-    stem = path.name.split(".")[0]
+    stem = re.sub(r"\.(nsys-rep|sqlite|json|json\.gz)$", "", path.name)
     return path.resolve().parent.name if stem == "report" else stem
 
 
@@ -145,7 +148,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))["rows"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"benchmark={str(path)!r}: is no file of scripts/benchmark.py ({error})") from error
+        raise ValueError(f"{path}: is no file of scripts/benchmark.py ({error})") from error
 
 
 def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> dict[str, Any] | None:

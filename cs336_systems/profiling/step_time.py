@@ -69,7 +69,7 @@ def step_time(trace: Trace) -> StepTime:
     """
     kernels = trace.within(None)
     if trace.unit != "kernel" or not kernels:
-        raise ValueError(f"trace={trace.source!r}: no kernel was launched in a step")
+        raise ValueError(f"{trace.source}: no kernel was launched in a step")
     by_gpu: dict[tuple[int, int], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_gpu[kernel.process, kernel.device].append(kernel)

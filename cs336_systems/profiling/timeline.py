@@ -37,7 +37,7 @@ def plot_timeline(trace: Trace, path: Path, title: str = "") -> None:
         ValueError: the trace has no kernels.
     """
     if not trace.kernels:
-        raise ValueError(f"trace={trace.source!r}: has no kernels to draw")
+        raise ValueError(f"{trace.source}: has no kernels to draw")
     views = _views(trace)
     n_streams = len(_streams(trace.kernels))
     figure, axes = new_figure(columns=1, rows=len(views), width=11, height=1.2 + 0.45 * (2 + n_streams))
