@@ -85,7 +85,7 @@ def _against_launches(time: StepTime, cell: BenchmarkCell | None) -> list[str]:
     options = []
     if cell is None or cell.compile == "off":
         options.append(
-            f"`--compile blocks` fuses small kernels: {time.kernels:.0f} launches a step keep the GPU waiting for "
+            f"`--compile blocks` (torch.compile) fuses small kernels: {time.kernels:.0f} launches a step keep the GPU waiting for "
             f"{_ms(time, 'waiting')}"
         )
     waits = time.waiting_by_phase.get("optimizer", 0.0)
@@ -119,7 +119,7 @@ def _against_bytes(trace: Trace, time: StepTime, cell: BenchmarkCell | None) -> 
     rest_ms = time.moving_ms - attention_ms - optimizer_ms
     if rest_ms >= _SMALL * time.step_ms and (cell is None or cell.compile == "off"):
         options.append(
-            f"`--compile blocks` fuses kernels that follow each other, so that values stay on the chip: {rest_ms:.1f} "
+            f"`--compile blocks` (torch.compile) fuses kernels that follow each other, so that values stay on the chip: {rest_ms:.1f} "
             "ms outside of forward's attention and the optimizer"
         )
     if rest_ms >= _SMALL * time.step_ms and cell is not None and cell.precision in ("fp32", "tf32"):
