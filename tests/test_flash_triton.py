@@ -27,7 +27,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 NO_BFLOAT16 = pytest.mark.skipif(not ON_GPU, reason="Triton 3.6's interpreter multiplies bfloat16's raw bits in tl.dot")
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=NO_BFLOAT16)]
 # Largest error allowed, as a share of the reference's largest element: a few roundings of P and dS to the dtype.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def draw(batch=1, heads=2, kv_heads=None, n_queries=40, n_keys=None, head_dim=16, dtype=torch.float32, seed=0):
@@ -127,9 +127,10 @@ def test_every_backward_plan_matches_float64(plan, is_causal, n_queries, n_keys)
     check(actual, reference(*inputs, is_causal, 0.25), torch.float32)
 
 
-@pytest.mark.parametrize("n_chunks", [2, 3, 100])
 @pytest.mark.parametrize(("is_causal", "n_queries", "n_keys"), [(False, 20, 70), (True, 70, 70), (True, 70, 20)])
-@pytest.mark.parametrize("config", [_config(16, 16), _config(32, 16), _config(16, 32, use_tma=True)])
+@pytest.mark.parametrize(
+    ("config", "n_chunks"), [(_config(16, 16), 2), (_config(32, 16), 3), (_config(16, 32, use_tma=True), 100)]
+)
 def test_keys_cut_into_chunks(config, is_causal, n_queries, n_keys, n_chunks):
     inputs = draw(heads=1, n_queries=n_queries, n_keys=n_keys)
     actual = run_kernels(*inputs, is_causal, 0.25, config, PLANS["one launch"], n_chunks=n_chunks)
@@ -187,6 +188,73 @@ def test_extreme_scores(dtype, is_causal):
         error = (actual.double() - x).abs().max().item() / max(1.0, x.abs().max().item())
         allowed = 2e-3 + 20 * TOLERANCE[dtype] if name in ("dq", "dk", "dv") else 2 * TOLERANCE[dtype]
         assert error <= allowed, f"{name}: {error:.2e}"
+
+
+# On a GPU float32 is multiplied in parts anyway; the interpreter multiplies it as it is, unless told so.
+@pytest.fixture
+def in_parts(monkeypatch):
+    monkeypatch.setattr(triton_launch, "_dot_precision", lambda dtype, arch: "fp16x3")
+    monkeypatch.setattr(triton_launch, "_plans", {})
+
+
+@pytest.mark.parametrize(("size_of_v", "size_of_do"), [(1.0, 1.0), (1e-9, 1e3), (1e20, 1e-20), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_queries": 40, "n_keys": 50},
+        {"heads": 6, "kv_heads": 2, "n_queries": 70, "n_keys": 33, "head_dim": 24},
+        {"batch": 2, "n_queries": 1, "n_keys": 9},
+    ],
+)
+def test_float32_in_parts_at_any_magnitude(in_parts, shape, size_of_v, size_of_do):
+    q, k, v, do = draw(**shape)
+    v, do = v * size_of_v, do * size_of_do
+    actual, expected = run_public(q, k, v, do, True, 0.25), reference(q, k, v, do, True, 0.25)
+    # What the largest element of each is made of: gradients of q and k are sums of products of v and do.
+    sizes = (size_of_v, 1.0, size_of_v * size_of_do, size_of_v * size_of_do, size_of_do)
+    for name, x, y, size in zip(("o", "lse", "dq", "dk", "dv"), actual, expected, sizes, strict=True):
+        error = (x.double() - y).abs().max().item()
+        assert error <= 5e-6 * size * max(1.0, (y / max(size, 1e-300)).abs().max().item()), f"{name}: {error:.2e}"
+
+
+def test_float32_in_parts_with_configurations_and_dropout(in_parts):
+    dropout = (0.3, 1234, 7)
+    q, k, v, do = draw(batch=2, heads=2, kv_heads=1, n_queries=40, n_keys=32, head_dim=32)
+    identity = torch.eye(32, device=DEVICE).expand(v.shape)
+    keep_scale = (flash_forward(q, k, identity, False, 0.1, *dropout)[0] != 0).double() / 0.7
+    expected = reference(q, k, v, do, True, 0.1, keep_scale)
+    for plan in ("tall tiles", "descriptors", "one launch, descriptors"):
+        config = _config(32, 16, use_tma="descriptors" in plan)
+        actual = run_kernels(q, k, v, do, True, 0.1, config, PLANS[plan], dropout)
+        check(actual, expected, torch.float32, 5e-6)
+    check(run_kernels(q, k, v, do, True, 0.1, _config(16, 16), PLANS["wide tiles"], n_chunks=2),
+          reference(q, k, v, do, True, 0.1), torch.float32, 5e-6)  # fmt: skip
+
+
+def test_float32_in_parts_measures_long_heads_block_by_block(in_parts, monkeypatch):
+    """More tiles of rows than blocks: each block of a head is measured in several steps, the last one short."""
+    from cs336_systems.attention import triton_plan
+
+    monkeypatch.setattr(triton_plan, "MAX_BLOCKS", 2)
+    q, k, v, do = draw(heads=1, n_queries=1300, n_keys=40, head_dim=16)
+    q[:, :, 1290] *= 1e4
+    o, lse = flash_forward(q, k, v, False, 1e-3)
+    expected = reference(q, k, v, do, False, 1e-3)
+    assert (o.double() - expected[0]).abs().max() < 1e-5
+    assert (lse.double() - expected[1]).abs().max() < 1e-4
+
+
+def test_float32_in_parts_keeps_what_is_not_finite_to_its_row(in_parts):
+    q, k, v, do = draw(heads=1, n_queries=40, n_keys=40)
+    q[:, :, 3], v[:, :, 39] = math.nan, math.inf
+    o, _ = flash_forward(q, k, v, True, 0.25)
+    seen = torch.ones(40, dtype=torch.bool, device=DEVICE)
+    seen[[3, 39]] = False
+    expected = reference(q[:, :, seen], k[:, :, seen], v[:, :, seen], do[:, :, seen], True, 0.25)[0]
+    rows = torch.arange(40, device=DEVICE) < 3
+    assert (o[:, :, rows].double() - expected[:, :, :3]).abs().max() < 1e-5
+    # Keys of one tile are multiplied together, and 0·inf is NaN: those rows are, here and in any tiled kernel.
+    assert torch.isnan(o[:, :, 3]).all()
 
 
 def test_large_negative_scores_only():

@@ -25,13 +25,18 @@ QUERY_TILE_SIZE = 256
 KEY_TILE_SIZE = 256
 
 
-def _outside_autograd_and_autocast(function: Callable) -> Callable:
-    """Autograd would keep every tile, and autocast would round the float32 accumulators' terms to low precision."""
+def _on_four_dimensions(function: Callable) -> Callable:
+    """Adds a dimension of heads to tensors that have none. Neither autograd (it would keep every tile) nor autocast (it
+    would round the float32 accumulators' terms) sees the inside."""
 
     @functools.wraps(function)
-    def wrapped(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            return function(q, *args, **kwargs)
+    def wrapped(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch.autocast(first.device.type, enabled=False):
+            if first.ndim == 4:
+                return function(first, *args, **kwargs)
+            with_heads = (x.unsqueeze(1) if isinstance(x, Tensor) else x for x in (first, *args))
+            results = function(*with_heads, **kwargs)
+            return tuple(x if x is None else x.squeeze(1) for x in results)
 
     return wrapped
 
@@ -68,11 +73,11 @@ def _dropout_factor(
     return torch.empty_like(like).bernoulli_(1 - dropout_p, generator=generator).div_(1 - dropout_p)
 
 
-@_outside_autograd_and_autocast
+@_on_four_dimensions
 def flash_forward_pytorch(
-    q: Float[Tensor, "batch heads n_queries head_dim"],
-    k: Float[Tensor, "batch kv_heads n_keys head_dim"],
-    v: Float[Tensor, "batch kv_heads n_keys head_dim"],
+    q: Float[Tensor, "batch *heads n_queries head_dim"],
+    k: Float[Tensor, "batch *kv_heads n_keys head_dim"],
+    v: Float[Tensor, "batch *kv_heads n_keys head_dim"],
     is_causal: bool,
     scale: float,
     dropout_p: float = 0.0,
@@ -80,7 +85,7 @@ def flash_forward_pytorch(
     offset: int = 0,
     query_tile_size: int = QUERY_TILE_SIZE,
     key_tile_size: int = KEY_TILE_SIZE,
-) -> tuple[Float[Tensor, "batch heads n_queries head_dim"], Float[Tensor, "batch heads n_queries"]]:
+) -> tuple[Float[Tensor, "batch *heads n_queries head_dim"], Float[Tensor, "batch *heads n_queries"]]:
     """Output and natural-log logsumexp of softmax(q kᵀ · scale) v, by Algorithm 1.
 
     `heads` is a multiple of `kv_heads`; with `is_causal` query i sees keys 0 … i. Any strides. The output has q's
@@ -122,14 +127,14 @@ def flash_forward_pytorch(
     return o, lse
 
 
-@_outside_autograd_and_autocast
+@_on_four_dimensions
 def flash_backward_pytorch(
-    do: Float[Tensor, "batch heads n_queries head_dim"],
-    q: Float[Tensor, "batch heads n_queries head_dim"],
-    k: Float[Tensor, "batch kv_heads n_keys head_dim"],
-    v: Float[Tensor, "batch kv_heads n_keys head_dim"],
-    o: Float[Tensor, "batch heads n_queries head_dim"],
-    lse: Float[Tensor, "batch heads n_queries"],
+    do: Float[Tensor, "batch *heads n_queries head_dim"],
+    q: Float[Tensor, "batch *heads n_queries head_dim"],
+    k: Float[Tensor, "batch *kv_heads n_keys head_dim"],
+    v: Float[Tensor, "batch *kv_heads n_keys head_dim"],
+    o: Float[Tensor, "batch *heads n_queries head_dim"],
+    lse: Float[Tensor, "batch *heads n_queries"],
     is_causal: bool,
     scale: float,
     dropout_p: float = 0.0,
@@ -222,27 +227,14 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         ctx.is_causal = is_causal
         ctx.scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         ctx.tile_sizes = {"query_tile_size": query_tile_size, "key_tile_size": key_tile_size}
-        has_heads = q.ndim == 4
-        o, lse = flash_forward_pytorch(
-            *(x if has_heads else x.unsqueeze(1) for x in (q, k, v)), is_causal, ctx.scale, **ctx.tile_sizes
-        )
-        if not has_heads:
-            o, lse = o.squeeze(1), lse.squeeze(1)
+        o, lse = flash_forward_pytorch(q, k, v, is_causal, ctx.scale, **ctx.tile_sizes)
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse = ctx.saved_tensors
-        has_heads = q.ndim == 4
         grads = flash_backward_pytorch(
-            *(x if has_heads else x.unsqueeze(1) for x in (do, q, k, v, o, lse)),
-            ctx.is_causal,
-            ctx.scale,
-            needs=ctx.needs_input_grad[:3],
-            **ctx.tile_sizes,
+            do, *ctx.saved_tensors, ctx.is_causal, ctx.scale, needs=ctx.needs_input_grad[:3], **ctx.tile_sizes
         )
-        if not has_heads:
-            grads = tuple(None if grad is None else grad.squeeze(1) for grad in grads)
         return *grads, None, None, None, None

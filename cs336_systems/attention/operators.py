@@ -49,10 +49,6 @@ def _forward(
     seed: Tensor | None,
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
-    if q.ndim == 3:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        o, lse = _forward(q, k, v, is_causal, scale, dropout_p, seed, implementation)
-        return o.squeeze(1), lse.squeeze(1)
     if q.numel() == 0 or k.numel() == 0:  # nothing to attend, and no kernel is launched on an empty grid
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))
     forward, _ = kernels(implementation)
@@ -73,10 +69,6 @@ def _backward(
     implementation: str,
     needs: list[bool],
 ) -> list[Tensor]:
-    if q.ndim == 3:
-        tensors = (x.unsqueeze(1) for x in (do, q, k, v, o, lse))
-        grads = _backward(*tensors, is_causal, scale, dropout_p, seed, implementation, needs)
-        return [grad.squeeze(1) for grad in grads]
     if q.numel() == 0 or k.numel() == 0:
         return [torch.zeros_like(x) for x, needed in zip((q, k, v), needs, strict=True) if needed]
     _, backward = kernels(implementation)
@@ -146,6 +138,19 @@ class _FlashAttention(torch.autograd.Function):
         return (*(next(grads) if needed else None for needed in needs), *(None,) * 5)
 
 
+class _DirectFlashAttention(_FlashAttention):
+    """The same where nothing intercepts the call, without looking again and without an output that nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
+        o, lse = _forward(*args)
+        ctx.save_for_backward(q, k, v, o, lse, seed)
+        ctx.set_materialize_grads(False)
+        ctx.settings = is_causal, scale, dropout_p
+        return o
+
+
 class _NoSecondDerivative(torch.autograd.Function):
     """The backward operator where someone builds a graph through it: using that graph is an error, not silence."""
 
@@ -161,10 +166,14 @@ class _NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+def _is_differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Forward-mode derivatives are not implemented: the Function says so, where the kernel alone would drop them.
-    if needs_grad or forward_ad._current_level >= 0:
+    return needs_grad or forward_ad._current_level >= 0
+
+
+def _forward_autograd(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    if _is_differentiated(q, k, v):
         return _FlashAttention.apply(q, k, v, *settings)
     return _forward_without_autograd(q, k, v, *settings)
 
@@ -194,5 +203,9 @@ def attend(
     implementation: str,
 ) -> Tensor:
     """The output of an implementation that is a pair of kernels, differentiable; inputs checked by the caller."""
-    call = flash_attention_forward if _is_intercepted(q, k, v) else _forward_autograd
-    return call(q, k, v, is_causal, scale, dropout_p, seed, implementation)[0]
+    settings = is_causal, scale, dropout_p, seed, implementation
+    if _is_intercepted(q, k, v):
+        return flash_attention_forward(q, k, v, *settings)[0]
+    if _is_differentiated(q, k, v):
+        return _DirectFlashAttention.apply(q, k, v, *settings)
+    return _forward(q, k, v, *settings)[0]

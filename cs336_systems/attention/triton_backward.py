@@ -19,7 +19,15 @@ import triton
 import triton.language as tl
 
 from cs336_systems.attention.triton_backward_tiles import accumulate_dkdv, accumulate_dq
-from cs336_systems.attention.triton_tiles import LOG2_E, load_tile, store_tile
+from cs336_systems.attention.triton_forward import P_EXPONENT_OF_PARTS, P_FACTOR_OF_PARTS
+from cs336_systems.attention.triton_split import load_parts, scale_of
+from cs336_systems.attention.triton_tiles import (
+    LOG2_E,
+    load_tile,
+    power_of_two_below,
+    reciprocal_of_power_of_two,
+    store_tile,
+)
 
 
 # do_not_specialize: see flash_forward_kernel.
@@ -29,11 +37,14 @@ def flash_preprocess_kernel(
     do_ptr,  # (batch, heads, n_queries, head_dim)
     lse_ptr,  # (batch, heads, n_queries) float32, contiguous
     rows_ptr,  # (2, batch·heads, n_rows) float32, contiguous: lse in units of log2, then D
+    scales_ptr,  # with two PARTS, `split_kernel`'s
     o_strides,
     do_strides,
     heads,
     n_queries,
     n_rows,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -41,7 +52,7 @@ def flash_preprocess_kernel(
     """One program computes D = rowsum(O ∘ dO) for BLOCK_M rows of one (batch, head).
 
     n_rows is n_queries padded; a padded row gets lse = inf, so that its P is exp2(S - inf) = 0 and the kernels that
-    follow need no mask for it.
+    follow need no mask for it. With two PARTS, lse and D are those of the scaled P, V and dO.
     """
     n_blocks = n_rows // BLOCK_M
     batch_head = tl.program_id(0) // n_blocks
@@ -54,9 +65,29 @@ def flash_preprocess_kernel(
     lse_ptr += batch_head.to(tl.int64) * n_queries
     lse = tl.load(lse_ptr + rows, mask=rows < n_queries, other=float("inf"))
     rows_ptr += batch_head.to(tl.int64) * n_rows
-    tl.store(rows_ptr + rows, lse * LOG2_E)
-    rows_ptr += (tl.num_programs(0) // n_blocks).to(tl.int64) * n_rows
-    tl.store(rows_ptr + rows, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
+    lse *= LOG2_E
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    n_heads = tl.num_programs(0) // n_blocks
+    if PARTS == 2:
+        lse -= P_EXPONENT_OF_PARTS
+        delta *= scale_of(scales_ptr, 0, 2, batch_head // GROUP, n_heads // GROUP)
+        delta *= scale_of(scales_ptr, 0, 3, batch_head // GROUP, n_heads // GROUP)
+    tl.store(rows_ptr + rows, lse)
+    tl.store(rows_ptr + n_heads.to(tl.int64) * n_rows + rows, delta)
+
+
+@triton.jit
+def _factors_of_parts(scales_ptr, scaled_head, n_scales, dropout_scale):
+    """ds_scale, and 1/s of the stored P, V and dO together: of what dS is summed from, as the kernel has it.
+
+    |dP - D| is at most twice the product of the longest rows of V and dO (Cauchy-Schwarz; D is an average of dP's
+    row), and P at most 1 / P_FACTOR: with ds_scale, dS is at most 2**15, and float16 ends at 65,504.
+    """
+    bound = scale_of(scales_ptr, 2, 2, scaled_head, n_scales) * scale_of(scales_ptr, 2, 3, scaled_head, n_scales)
+    bound = power_of_two_below(tl.maximum(bound * dropout_scale, 1.0)) * 4.0
+    ds_scale = reciprocal_of_power_of_two(bound) * (32768.0 * P_FACTOR_OF_PARTS)
+    vdo_factor = scale_of(scales_ptr, 1, 2, scaled_head, n_scales) * scale_of(scales_ptr, 1, 3, scaled_head, n_scales)
+    return ds_scale, P_FACTOR_OF_PARTS * vdo_factor * reciprocal_of_power_of_two(ds_scale)
 
 
 @triton.jit(do_not_specialize=["batch_size", "heads", "n_queries", "n_keys", "n_rows", "seed", "offset"])
@@ -74,6 +105,7 @@ def flash_backward_kernel(
     dq_ptr,  # (batch, heads, n_queries, head_dim)
     dk_ptr,  # (batch, heads // GROUP, n_keys, head_dim)
     dv_ptr,  # (batch, heads // GROUP, n_keys, head_dim)
+    scales_ptr,  # with two PARTS, `split_kernel`'s
     q_strides,
     k_strides,
     v_strides,
@@ -98,6 +130,7 @@ def flash_backward_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,  # 2: q, k, v and do are `split_kernel`'s float16 pairs, (2·batch, …)
     BLOCK_OWN: tl.constexpr,
     BLOCK_STEP: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -129,8 +162,26 @@ def flash_backward_kernel(
         start_n = pid % n_key_blocks * BLOCK_OWN
         batch = pid // n_key_blocks // (heads // GROUP)
         kv_head = pid // n_key_blocks % (heads // GROUP)
-        k = load_tile(k_own, k_strides, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D, True, OWN_BY_TMA)
-        v = load_tile(v_own, v_strides, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D, True, OWN_BY_TMA)
+        ds_scale = 1.0
+        dk_scale = scale
+        dv_scale = dropout_scale
+        if PARTS == 2:
+            n_scales = batch_size * (heads // GROUP)
+            scaled_head = batch * (heads // GROUP) + kv_head
+            ds_scale, ds_factor = _factors_of_parts(scales_ptr, scaled_head, n_scales, dropout_scale)
+            inverse_q = scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
+            dk_scale = ds_factor * scale * inverse_q
+            dv_scale *= P_FACTOR_OF_PARTS * scale_of(scales_ptr, 1, 3, scaled_head, n_scales)
+            scale_log2 *= inverse_q
+            scale_log2 *= scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
+        k, k_low = load_parts(
+            k_own, k_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
+            OWN_BY_TMA, PARTS,
+        )  # fmt: skip
+        v, v_low = load_parts(
+            v_own, v_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
+            OWN_BY_TMA, PARTS,
+        )  # fmt: skip
         dk = tl.zeros((BLOCK_OWN, BLOCK_D), tl.float32)
         dv = tl.zeros((BLOCK_OWN, BLOCK_D), tl.float32)
         # Queries before begin see none of these keys, those from full_begin on see all of them. What a last, ragged
@@ -149,20 +200,20 @@ def flash_backward_kernel(
             batch_head = batch * heads + head
             if IS_CAUSAL:
                 dk, dv = accumulate_dkdv(
-                    dk, dv, k, v, q_step, do_step, q_strides, do_strides, rows_step, batch_size * heads, n_rows,
-                    batch, head, batch_head, start_n, begin, full_begin,
-                    n_queries, n_keys, scale_log2, dropout_scale, dropout, True,
-                    IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, USE_TMA,
+                    dk, dv, k, k_low, v, v_low, q_step, do_step, q_strides, do_strides, rows_step,
+                    batch_size * heads, n_rows, batch, batch_size, head, batch_head, start_n, begin, full_begin,
+                    n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, True,
+                    IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA,
                 )  # fmt: skip
             dk, dv = accumulate_dkdv(
-                dk, dv, k, v, q_step, do_step, q_strides, do_strides, rows_step, batch_size * heads, n_rows,
-                batch, head, batch_head, start_n, full_begin, n_queries,
-                n_queries, n_keys, scale_log2, dropout_scale, dropout, False,
-                IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, USE_TMA,
+                dk, dv, k, k_low, v, v_low, q_step, do_step, q_strides, do_strides, rows_step,
+                batch_size * heads, n_rows, batch, batch_size, head, batch_head, start_n, full_begin, n_queries,
+                n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, False,
+                IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA,
             )  # fmt: skip
-        dk *= scale
-        if HAS_DROPOUT:
-            dv *= dropout_scale
+        dk *= dk_scale
+        if HAS_DROPOUT or PARTS == 2:
+            dv *= dv_scale
         store_tile(dk_ptr, dk_strides, dk, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D)
         store_tile(dv_ptr, dv_strides, dv, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D)
     elif RUN_DQ:
@@ -170,10 +221,24 @@ def flash_backward_kernel(
         start_m = (n_query_blocks - 1 - (pid - n_dkdv) % n_query_blocks) * BLOCK_OWN
         batch = batch_head // heads
         head = batch_head % heads
-        q = load_tile(q_own, q_strides, batch, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D, True, OWN_BY_TMA)
-        do = load_tile(
-            do_own, do_strides, batch, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D, True, OWN_BY_TMA
-        )
+        ds_scale = 1.0
+        dq_scale = scale
+        if PARTS == 2:
+            n_scales = batch_size * (heads // GROUP)
+            scaled_head = batch_head // GROUP
+            ds_scale, ds_factor = _factors_of_parts(scales_ptr, scaled_head, n_scales, dropout_scale)
+            inverse_k = scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
+            dq_scale = ds_factor * scale * inverse_k
+            scale_log2 *= scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
+            scale_log2 *= inverse_k
+        q, q_low = load_parts(
+            q_own, q_strides, batch, batch_size, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
+            OWN_BY_TMA, PARTS,
+        )  # fmt: skip
+        do, do_low = load_parts(
+            do_own, do_strides, batch, batch_size, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
+            OWN_BY_TMA, PARTS,
+        )  # fmt: skip
         rows = batch_head.to(tl.int64) * n_rows + start_m + tl.arange(0, BLOCK_OWN)
         lse = tl.load(rows_ptr + rows)
         delta = tl.load(delta_ptr + rows)
@@ -184,13 +249,15 @@ def flash_backward_kernel(
             end = tl.minimum(n_keys, start_m + BLOCK_OWN)
             full_end = tl.minimum(n_keys, start_m + 1) // BLOCK_STEP * BLOCK_STEP
         dq = accumulate_dq(
-            dq, q, do, lse, delta, k_step, v_step, k_strides, v_strides, batch, head // GROUP, batch_head, start_m,
-            0, full_end, n_queries, n_keys, scale_log2, dropout_scale, dropout, False,
-            IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_OWN, BLOCK_STEP, BLOCK_D, PRECISION, USE_TMA,
+            dq, q, q_low, do, do_low, lse, delta, k_step, v_step, k_strides, v_strides, batch, batch_size,
+            head // GROUP, batch_head, start_m,
+            0, full_end, n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, False,
+            IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_OWN, BLOCK_STEP, BLOCK_D, PRECISION, PARTS, USE_TMA,
         )  # fmt: skip
         dq = accumulate_dq(
-            dq, q, do, lse, delta, k_step, v_step, k_strides, v_strides, batch, head // GROUP, batch_head, start_m,
-            full_end, end, n_queries, n_keys, scale_log2, dropout_scale, dropout, True,
-            IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_OWN, BLOCK_STEP, BLOCK_D, PRECISION, USE_TMA,
+            dq, q, q_low, do, do_low, lse, delta, k_step, v_step, k_strides, v_strides, batch, batch_size,
+            head // GROUP, batch_head, start_m,
+            full_end, end, n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, True,
+            IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_OWN, BLOCK_STEP, BLOCK_D, PRECISION, PARTS, USE_TMA,
         )  # fmt: skip
-        store_tile(dq_ptr, dq_strides, dq * scale, batch, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D)
+        store_tile(dq_ptr, dq_strides, dq * dq_scale, batch, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D)

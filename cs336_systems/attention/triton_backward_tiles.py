@@ -8,15 +8,18 @@ dP = dO vᵀ; dS = P ∘ (dP - D) with D = rowsum(O ∘ dO); dK = dSᵀ q·scale
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_tiles import is_kept, is_visible, load_row, load_tile
+from cs336_systems.attention.triton_split import dot_parts, load_parts, parts_of
+from cs336_systems.attention.triton_tiles import is_kept, is_visible, load_row
 
 
 @triton.jit
 def accumulate_dkdv(
     dk,  # (BLOCK_N, BLOCK_D) float32
     dv,  # (BLOCK_N, BLOCK_D) float32
-    k,  # (BLOCK_N, BLOCK_D)
-    v,  # (BLOCK_N, BLOCK_D)
+    k,  # (BLOCK_N, BLOCK_D), and its low part
+    k_low,
+    v,  # (BLOCK_N, BLOCK_D), and its low part
+    v_low,
     q,  # the whole tensors: pointers or descriptors
     do,
     q_strides,
@@ -25,6 +28,7 @@ def accumulate_dkdv(
     n_heads,  # batch·heads: the row of `rows` at which D starts
     n_rows,
     batch,
+    batch_size,
     head,
     batch_head,
     start_n,
@@ -34,6 +38,7 @@ def accumulate_dkdv(
     n_keys,
     scale_log2,
     dropout_scale,
+    ds_scale,  # with two PARTS, a power of two that keeps dS in float16's range
     dropout,
     MASKED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -43,6 +48,7 @@ def accumulate_dkdv(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
     """Add what queries begin … end contribute to dV and to dK (not yet scaled) of one tile of keys.
@@ -53,10 +59,26 @@ def accumulate_dkdv(
     key_index = start_n + tl.arange(0, BLOCK_N)[:, None]
     for start_m in tl.range(begin, end, BLOCK_M):
         query_index = start_m + tl.arange(0, BLOCK_M)[None, :]
-        q_tile = load_tile(q, q_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
-        scores_t = tl.dot(k, q_tile.T, input_precision=PRECISION)
-        do_tile = load_tile(do, do_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA)
-        dp_t = tl.dot(v, do_tile.T, input_precision=PRECISION)
+        q_tile, q_low = load_parts(
+            q, q_strides, batch, batch_size, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA, PARTS
+        )
+        scores_t = dot_parts(k, k_low, q_tile.T, q_low.T, None, PARTS, PRECISION)
+        do_tile, do_low = load_parts(
+            do,
+            do_strides,
+            batch,
+            batch_size,
+            head,
+            start_m,
+            n_queries,
+            BLOCK_M,
+            HEAD_DIM,
+            BLOCK_D,
+            True,
+            USE_TMA,
+            PARTS,
+        )
+        dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, None, PARTS, PRECISION)
         lse = load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
         p_t = tl.exp2(scores_t * scale_log2 - lse[None, :])
         if MASKED:
@@ -68,16 +90,22 @@ def accumulate_dkdv(
             dp_t = tl.where(kept, dp_t * dropout_scale, 0.0)
         delta = load_row(rows, n_heads + batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
         ds_t = p_t * (dp_t - delta[None, :])
-        dv = tl.dot(p_kept_t.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        dk = tl.dot(ds_t.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+        if PARTS == 2:
+            ds_t *= ds_scale
+        p_high_t, p_low_t = parts_of(p_kept_t, do_tile.dtype, PARTS)
+        dv = dot_parts(p_high_t, p_low_t, do_tile, do_low, dv, PARTS, PRECISION)
+        ds_high_t, ds_low_t = parts_of(ds_t, q_tile.dtype, PARTS)
+        dk = dot_parts(ds_high_t, ds_low_t, q_tile, q_low, dk, PARTS, PRECISION)
     return dk, dv
 
 
 @triton.jit
 def accumulate_dq(
     dq,  # (BLOCK_M, BLOCK_D) float32
-    q,  # (BLOCK_M, BLOCK_D)
-    do,  # (BLOCK_M, BLOCK_D)
+    q,  # (BLOCK_M, BLOCK_D), and its low part
+    q_low,
+    do,  # (BLOCK_M, BLOCK_D), and its low part
+    do_low,
     lse,  # (BLOCK_M,) float32, in units of log2
     delta,  # (BLOCK_M,) float32: D
     k,  # the whole tensors: pointers or descriptors
@@ -85,6 +113,7 @@ def accumulate_dq(
     k_strides,
     v_strides,
     batch,
+    batch_size,
     kv_head,
     batch_head,
     start_m,
@@ -94,6 +123,7 @@ def accumulate_dq(
     n_keys,
     scale_log2,
     dropout_scale,
+    ds_scale,  # with two PARTS, a power of two that keeps dS in float16's range
     dropout,
     MASKED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
@@ -103,22 +133,54 @@ def accumulate_dq(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
     """Add what keys begin … end contribute to dQ (not yet scaled) of one tile of queries."""
     query_index = start_m + tl.arange(0, BLOCK_M)[:, None]
     for start_n in tl.range(begin, end, BLOCK_N):
         key_index = start_n + tl.arange(0, BLOCK_N)[None, :]
-        k_tile = load_tile(k, k_strides, batch, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, USE_TMA)
-        scores = tl.dot(q, k_tile.T, input_precision=PRECISION)
+        k_tile, k_low = load_parts(
+            k,
+            k_strides,
+            batch,
+            batch_size,
+            kv_head,
+            start_n,
+            n_keys,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            MASKED,
+            USE_TMA,
+            PARTS,
+        )
+        scores = dot_parts(q, q_low, k_tile.T, k_low.T, None, PARTS, PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             p = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p, 0.0)
-        v_tile = load_tile(v, v_strides, batch, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, USE_TMA)
-        dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
+        v_tile, v_low = load_parts(
+            v,
+            v_strides,
+            batch,
+            batch_size,
+            kv_head,
+            start_n,
+            n_keys,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            MASKED,
+            USE_TMA,
+            PARTS,
+        )
+        dp = dot_parts(do, do_low, v_tile.T, v_low.T, None, PARTS, PRECISION)
         if HAS_DROPOUT:
             kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
             dp = tl.where(kept, dp * dropout_scale, 0.0)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        if PARTS == 2:
+            ds *= ds_scale
+        ds_high, ds_low = parts_of(ds, k_tile.dtype, PARTS)
+        dq = dot_parts(ds_high, ds_low, k_tile, k_low, dq, PARTS, PRECISION)
     return dq

@@ -11,7 +11,12 @@ their logsumexp.
 import triton
 import triton.language as tl
 
+from cs336_systems.attention.triton_split import dot_parts, load_parts, parts_of, scale_of
 from cs336_systems.attention.triton_tiles import LN_2, is_kept, is_visible, load_tile, online_softmax_update, store_tile
+
+# Float32 in two parts: P is computed 2**14 times as large, so that what float16 cannot hold of it is too small to see.
+P_EXPONENT_OF_PARTS = tl.constexpr(14)
+P_FACTOR_OF_PARTS = tl.constexpr(2.0**-14)
 
 
 @triton.jit
@@ -20,11 +25,13 @@ def _attend(
     row_max,  # (BLOCK_M,) float32, of scores in units of log2
     row_sum,  # (BLOCK_M,) float32
     q,  # (BLOCK_M, BLOCK_D)
+    q_low,
     k,  # the whole tensors: pointers or descriptors
     v,
     k_strides,
     v_strides,
     batch,
+    batch_size,
     kv_head,
     batch_head,
     start_m,
@@ -42,21 +49,52 @@ def _attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
     """Attend from one tile of queries to keys begin … end; without MASKED every pair is visible and in range."""
+    P_EXPONENT: tl.constexpr = P_EXPONENT_OF_PARTS if PARTS == 2 else 0
     query_index = start_m + tl.arange(0, BLOCK_M)[:, None]
     for start_n in tl.range(begin, end, BLOCK_N):
         key_index = start_n + tl.arange(0, BLOCK_N)[None, :]
-        k_tile = load_tile(k, k_strides, batch, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, USE_TMA)
-        scores = tl.dot(q, k_tile.T, input_precision=PRECISION)
+        k_tile, k_low = load_parts(
+            k,
+            k_strides,
+            batch,
+            batch_size,
+            kv_head,
+            start_n,
+            n_keys,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            MASKED,
+            USE_TMA,
+            PARTS,
+        )
+        scores = dot_parts(q, q_low, k_tile.T, k_low.T, None, PARTS, PRECISION)
         if MASKED:
             scores = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), scores, float("-inf"))
-        p, row_max, row_sum, correction = online_softmax_update(scores, row_max, row_sum, scale_log2)
+        p, row_max, row_sum, correction = online_softmax_update(scores, row_max, row_sum, scale_log2, P_EXPONENT)
         if HAS_DROPOUT:
             p = tl.where(is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout), p, 0.0)
-        v_tile = load_tile(v, v_strides, batch, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED, USE_TMA)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * correction[:, None], input_precision=PRECISION)
+        v_tile, v_low = load_parts(
+            v,
+            v_strides,
+            batch,
+            batch_size,
+            kv_head,
+            start_n,
+            n_keys,
+            BLOCK_N,
+            HEAD_DIM,
+            BLOCK_D,
+            MASKED,
+            USE_TMA,
+            PARTS,
+        )
+        p, p_low = parts_of(p, v_tile.dtype, PARTS)
+        acc = dot_parts(p, p_low, v_tile, v_low, acc * correction[:, None], PARTS, PRECISION)
     return acc, row_max, row_sum
 
 
@@ -69,6 +107,7 @@ def flash_forward_kernel(
     v,  # (batch, heads // GROUP, n_keys, head_dim), pointer or descriptor
     o_ptr,  # (n_chunks·batch, heads, n_queries, head_dim), float32 if there are several chunks
     lse_ptr,  # (n_chunks·batch, heads, n_queries) float32, contiguous
+    scales_ptr,  # with two PARTS, `split_kernel`'s
     q_strides,
     k_strides,
     v_strides,
@@ -89,6 +128,7 @@ def flash_forward_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTS: tl.constexpr,  # 2: q, k and v are `split_kernel`'s float16 pairs, (2·batch, …)
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,
@@ -107,7 +147,18 @@ def flash_forward_kernel(
     kv_head = head // GROUP
     dropout = (dropout_p, seed, offset)
 
-    q = load_tile(q_ptr, q_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, False)
+    P_EXPONENT: tl.constexpr = P_EXPONENT_OF_PARTS if PARTS == 2 else 0
+    if PARTS == 2:
+        n_scales = batch_size * (heads // GROUP)
+        scaled_head = batch * (heads // GROUP) + kv_head
+        scale_log2 *= scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
+        scale_log2 *= scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
+        scale_log2 = tl.maximum(scale_log2, 1e-37)  # -inf·0, of a masked score, would be NaN
+        dropout_scale *= scale_of(scales_ptr, 1, 2, scaled_head, n_scales)
+
+    q, q_low = load_parts(
+        q_ptr, q_strides, batch, batch_size, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, False, PARTS
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -122,14 +173,14 @@ def flash_forward_kernel(
         full_end = tl.minimum(end, start_m + 1) // BLOCK_N * BLOCK_N
     full_end = tl.maximum(begin, full_end)
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k, v, k_strides, v_strides, batch, kv_head, batch_head, start_m, begin, full_end,
-        n_queries, n_keys, scale_log2, dropout,
-        False, IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, USE_TMA,
+        acc, row_max, row_sum, q, q_low, k, v, k_strides, v_strides, batch, batch_size, kv_head, batch_head, start_m,
+        begin, full_end, n_queries, n_keys, scale_log2, dropout,
+        False, IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, PARTS, USE_TMA,
     )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k, v, k_strides, v_strides, batch, kv_head, batch_head, start_m, full_end, end,
-        n_queries, n_keys, scale_log2, dropout,
-        True, IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, USE_TMA,
+        acc, row_max, row_sum, q, q_low, k, v, k_strides, v_strides, batch, batch_size, kv_head, batch_head, start_m,
+        full_end, end, n_queries, n_keys, scale_log2, dropout,
+        True, IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, PARTS, USE_TMA,
     )  # fmt: skip
 
     # A chunk of which the tile sees no key gives o = 0 and lse = -inf.
@@ -139,7 +190,7 @@ def flash_forward_kernel(
     store_tile(o_ptr, o_strides, o, o_batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D)
     rows = start_m + tl.arange(0, BLOCK_M)
     lse_ptr += (o_batch * heads + head).to(tl.int64) * n_queries
-    tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum)) * LN_2, mask=rows < n_queries)
+    tl.store(lse_ptr + rows, (row_max + tl.log2(row_sum) - P_EXPONENT) * LN_2, mask=rows < n_queries)
 
 
 @triton.jit(do_not_specialize=["batch_size", "heads", "n_queries", "n_chunks"])

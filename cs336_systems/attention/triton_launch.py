@@ -2,10 +2,12 @@
 
 Triton examines every argument at every launch, and costs more by that than a short sequence's kernels take. Whatever it
 specialises on is the same for calls of equal shapes, strides, dtype and flags, on the same device, with aligned memory.
-So the plan of such calls is made once (`triton_plan.py`), keeps its compiled kernels, and launches them directly.
+So the plan of such calls is made once (`triton_plan.py`), keeps its compiled kernels, and launches them directly; what
+is checked only once is checked where the plan is made.
 """
 
 import functools
+import os
 from collections.abc import Callable
 
 import torch
@@ -13,12 +15,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cs336_systems.attention.checks import MAX_HEAD_DIM
 from cs336_systems.attention.triton_autotune import is_enabled, tuned_passes
 from cs336_systems.attention.triton_plan import LaunchPlan, Tile, plan_backward, plan_forward
 from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Passes, Problem
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SMALLEST_SCALE = 1e-30
 _MAX_PLANS = 4096  # every new length makes one: they must not pile up for ever
+_TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its environment
 
 _plans: dict[tuple, LaunchPlan] = {}
 
@@ -34,31 +39,42 @@ def _gpu_of(device: torch.device) -> Gpu:
     )
 
 
-def _dot_precision(dtype: torch.dtype, head_dim: int, arch: int) -> str:
-    """tl.dot's input_precision. Float32 honours torch's setting: "tf32" where that allows it, else products on tensor
-    cores that are as accurate as float32 arithmetic: "bf16x6" (six products of bfloat16 parts), or "tf32x3" (three of
-    TF32 parts) where the former needs more registers than there are. Measured on an H200, errors against float64 are
-    a half and two thirds of SDPA's, and bf16x6 is a sixth faster. Before sm_80 products are float32's own."""
+def _dot_precision(dtype: torch.dtype, arch: int) -> str:
+    """How products of float32 are made. They honour torch's setting: "tf32" where that allows it, else three products
+    of float16 parts on tensor cores, as accurate as SDPA's (`triton_split.py`). Before sm_80 Triton has no tensor-core
+    products, and they are float32's own ("ieee")."""
     if dtype != torch.float32 or arch < 80:
         return "ieee"
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "bf16x6" if arch == 90 and head_dim <= 64 else "tf32x3"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp16x3"
+
+
+def _check_supported(q: Tensor) -> None:
+    if not q.is_cuda and not (q.is_cpu and os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE):
+        raise RuntimeError(
+            f"the Triton kernels need a CUDA device, and q is on {q.device}; on a CPU they run in Triton's "
+            "interpreter: set TRITON_INTERPRET=1 before Triton is imported"
+        )
+    if q.dtype not in _DTYPES or q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"the Triton kernels take float32, float16 or bfloat16 and head_dim 1 to {MAX_HEAD_DIM}; q is {q.dtype} "
+            f"of shape {tuple(q.shape)}"
+        )
 
 
 def make_problem(
     q: Tensor, k: Tensor, is_causal: bool, scale: float, dropout_p: float = 0.0, gpu: Gpu | None = None
 ) -> Problem:
-    """What the kernels need to know of q (batch, heads, n_queries, head_dim), k (batch, kv_heads, n_keys, head_dim)
+    """What the kernels need to know of q (batch, [heads,] n_queries, head_dim), k (batch, [kv_heads,] n_keys, head_dim)
     and the call. scale must not be negative; gpu is by default the one that q is on."""
-    batch, heads, n_queries, head_dim = q.shape
+    heads, kv_heads = (1, 1) if q.ndim == 3 else (q.shape[1], k.shape[1])
+    head_dim = q.shape[-1]
     gpu = gpu or (_gpu_of(q.device) if q.is_cuda else INTERPRETER)
     return Problem(
-        batch=batch,
+        batch=q.shape[0],
         heads=heads,
-        group=heads // k.shape[1],
-        n_queries=n_queries,
-        n_keys=k.shape[2],
+        group=heads // kv_heads,
+        n_queries=q.shape[-2],
+        n_keys=k.shape[-2],
         head_dim=head_dim,
         block_d=max(16, triton.next_power_of_2(head_dim)),
         dtype=q.dtype,
@@ -66,38 +82,40 @@ def make_problem(
         scale=max(scale, _SMALLEST_SCALE),  # -inf·0, of a masked score, would be NaN
         dropout_p=dropout_p,
         dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        precision=_dot_precision(q.dtype, head_dim, gpu.arch),
+        precision=_dot_precision(q.dtype, gpu.arch),
         gpu=gpu,
     )
 
 
 def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: int = 0) -> None:
-    """Launch a plan's steps on the tensors that it was made for, on the current stream."""
-    for shape in plan.scratch:
-        tensors = (*tensors, torch.empty(shape, dtype=torch.float32, device=tensors[0].device))
+    """Launch a plan's steps on the tensors that it was made for, on their device's current stream."""
+    first = tensors[0]
+    for shape, dtype in plan.scratch:
+        tensors = (*tensors, torch.empty(shape, dtype=dtype, device=first.device))
     pointers = [x.data_ptr() for x in tensors]
     is_aligned = _are_aligned(pointers)
-    device = tensors[0].get_device()
     hooks = triton.knobs.runtime  # a profiler's
     is_direct = is_aligned and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
+    stream = None
     for i, step in enumerate(plan.steps):
         seeds = (seed, offset) if step.takes_seed else ()
         compiled = plan.compiled[i] if is_direct else None
         if compiled is None:
-            operands = [tensors[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
+            operands = [tensors[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
             compiled = step.kernel[(step.n_programs,)](
-                *operands, *step.strides, *step.numbers, *seeds, *step.constants,
+                *operands, *step.numbers, *seeds, *step.constants,
                 num_warps=step.config.num_warps, num_stages=step.config.num_stages,
             )  # fmt: skip
             if is_aligned:  # stays None in the interpreter
                 plan.compiled[i] = compiled
-        else:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            operands = [pointers[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
-            compiled.run(
-                step.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *operands, *step.strides, *step.numbers, *seeds, *step.constants,
-            )  # fmt: skip
+            continue
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(first.get_device())
+        operands = [pointers[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+        compiled.run(
+            step.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *operands, *step.numbers, *seeds, *step.constants,
+        )  # fmt: skip
 
 
 def _are_aligned(pointers: list[int]) -> bool:
@@ -107,17 +125,24 @@ def _are_aligned(pointers: list[int]) -> bool:
     return bits & 15 == 0
 
 
-def _descriptor(tensors: tuple[Tensor, ...], tile: Tile) -> TensorDescriptor:
-    x = tensors[tile.tensor]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), tile.shape)
+def _descriptor(tensors: tuple[Tensor, ...], x: Tile) -> TensorDescriptor:
+    return TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile)
 
 
-def _planned(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = make()
+def _run_on_its_device(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int, offset: int) -> None:
+    """Triton launches on the current device: make it the tensors' where it isn't."""
+    device = tensors[0].get_device()
+    if device < 0 or device == torch._C._cuda_getDevice():
+        run(plan, tensors, seed, offset)
+    else:
+        with torch.cuda.device(device):
+            run(plan, tensors, seed, offset)
+
+
+def _add_plan(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    plan = _plans[key] = make()
     return plan
 
 
@@ -125,16 +150,21 @@ def launch_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float,
     dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
 ) -> None:  # fmt: skip
-    """Fill o and lse. q (batch, heads, n_queries, head_dim), k, v (batch, kv_heads, n_keys, head_dim), all of one
-    dtype; o like q; lse (batch, heads, n_queries) float32, contiguous; scale not negative."""
-    is_aligned = _are_aligned([x.data_ptr() for x in (q, k, v, o)])
-    strides = q.stride(), k.stride(), v.stride(), o.stride()
-    precision = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
-    key = (q.shape, k.shape, strides, q.dtype, q.device, is_aligned, is_causal, scale, dropout_p, precision)
-
+    """Fill o and lse. q (batch, [heads,] n_queries, head_dim), k, v (batch, [kv_heads,] n_keys, head_dim), of one
+    dtype; o like q; lse (batch, [heads,] n_queries) float32, contiguous; scale not negative; nothing empty. Raises
+    RuntimeError where the kernels cannot run, ValueError for another dtype or head_dim."""
     tensors = (q, k, v, o, lse)
+    is_aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()) & 15 == 0
+    dtype = q.dtype
+    precision = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    key = (
+        q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), dtype, q.device, is_aligned, is_causal, scale,
+        dropout_p, precision,
+    )  # fmt: skip
 
     def make() -> LaunchPlan:
+        _check_supported(q)
+        strides = q.stride(), k.stride(), v.stride(), o.stride()
         problem = make_problem(q, k, is_causal, scale, dropout_p)
         plan = plan_forward(problem, strides, is_aligned)
         if is_enabled(problem):
@@ -145,7 +175,7 @@ def launch_flash_forward(
             plan = replan(tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), tensors, seed, offset)))
         return plan
 
-    run(_planned(key, make), tensors, seed, offset)
+    _run_on_its_device(_plans.get(key) or _add_plan(key, make), tensors, seed, offset)
 
 
 def launch_flash_backward(
@@ -153,28 +183,20 @@ def launch_flash_backward(
     is_causal: bool, scale: float, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
     needs_dq: bool = True, needs_dkdv: bool = True,
 ) -> None:  # fmt: skip
-    """Fill dq if it is needed, dk and dv if either is. Shapes and dtypes as in the forward pass: do, dq like q; dk like
-    k; dv like v."""
+    """Fill dq if it is needed, dk and dv if either is. Shapes, dtypes and errors as in the forward pass: do, dq like q;
+    dk like k; dv like v."""
     tensors = (do, q, k, v, o, lse, dq, dk, dv)
     is_aligned = _are_aligned([x.data_ptr() for x in tensors])
     strides = tuple([x.stride() for x in (do, q, k, v, o, dq, dk, dv)])
-    precision = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision
+    dtype = q.dtype
+    precision = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
     key = (
-        q.shape,
-        k.shape,
-        strides,
-        q.dtype,
-        q.device,
-        is_aligned,
-        is_causal,
-        scale,
-        dropout_p,
-        precision,
-        needs_dq,
+        q.shape, k.shape, strides, dtype, q.device, is_aligned, is_causal, scale, dropout_p, precision, needs_dq,
         needs_dkdv,
-    )
+    )  # fmt: skip
 
     def make() -> LaunchPlan:
+        _check_supported(q)
         problem = make_problem(q, k, is_causal, scale, dropout_p)
         plan = plan_backward(problem, strides, is_aligned, needs_dq, needs_dkdv)
         if is_enabled(problem):
@@ -188,7 +210,7 @@ def launch_flash_backward(
             plan = replan(passes)._replace(copies_do=plan.copies_do)
         return plan
 
-    plan = _planned(key, make)
+    plan = _plans.get(key) or _add_plan(key, make)
     if plan.copies_do:
         tensors = (do.contiguous(), *tensors[1:])
-    run(plan, tensors, seed, offset)
+    _run_on_its_device(plan, tensors, seed, offset)

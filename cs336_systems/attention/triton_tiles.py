@@ -93,15 +93,18 @@ def is_visible(query_index, key_index, n_keys, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def online_softmax_update(scores, row_max, row_sum, scale_log2):
+def online_softmax_update(scores, row_max, row_sum, scale_log2, P_EXPONENT: tl.constexpr):
     """One step of the online softmax (FlashAttention-2, algorithm 1, lines 8 and 9), in base 2.
 
     scores are raw products q·k; scale_log2 > 0 is the softmax scale times log2(e), applied here so that scaling and
-    subtracting the maximum are one fused multiply-add an element. Returns P (not yet divided by its row's sum), the
-    new maximum (scaled) and sum, and the factor by which earlier accumulations shrink.
+    subtracting the maximum are one fused multiply-add an element. Returns P (at most 2**P_EXPONENT, not yet divided by
+    its row's sum), the new maximum (scaled) and sum, and the factor by which earlier accumulations shrink.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - new_max[:, None])
+    if P_EXPONENT == 0:
+        p = tl.exp2(scores * scale_log2 - new_max[:, None])
+    else:
+        p = tl.exp2(scores * scale_log2 - (new_max - P_EXPONENT)[:, None])
     correction = tl.exp2(row_max - new_max)
     return p, new_max, row_sum * correction + tl.sum(p, 1), correction
 
@@ -114,3 +117,15 @@ def is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout):
     probability, seed, offset = dropout
     row = batch_head.to(tl.int64) * n_queries + query_index
     return tl.rand(seed, offset + row * n_keys + key_index) >= probability
+
+
+@triton.jit
+def power_of_two_below(x):
+    """The largest power of two that is not above x, a positive, normal float32: x without its mantissa."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal_of_power_of_two(x):
+    """1/x, exactly, of a power of two between 2**-126 and 2**126, in float32."""
+    return (0x7F000000 - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

@@ -54,8 +54,13 @@ class Problem(NamedTuple):
     scale: float
     dropout_p: float
     dropout_scale: float  # 1 / (1 - dropout_p)
-    precision: str  # tl.dot's input_precision
+    precision: str  # tl.dot's input_precision, or "fp16x3"
     gpu: Gpu
+
+    @property
+    def parts(self) -> int:
+        """How many tensors stand for each operand: 2 where float32 is split into pairs of float16."""
+        return 2 if self.precision == "fp16x3" else 1
 
 
 def _rows(table: dict[Pass, list[tuple[int, int, int, int]]], use_tma: bool) -> dict[tuple[Pass, int], KernelConfig]:
@@ -76,7 +81,16 @@ _HOPPER_16_BIT = _rows(
     },
     use_tma=True,
 )
-_HOPPER_32_BIT = _rows(
+_HOPPER_PARTS = _rows(
+    {
+        "forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (32, 16, 8, 1)],
+        "dkdv": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 16, 8, 2), (16, 32, 8, 1)],
+        "dq": [(64, 64, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2), (16, 32, 4, 1)],
+        "fused": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 16, 8, 2), (16, 32, 8, 1)],
+    },
+    use_tma=True,
+)
+_HOPPER_TF32 = _rows(
     {
         "forward": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (16, 32, 8, 1), (16, 16, 8, 1)],
         "dkdv": [(64, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2), (16, 32, 8, 1), (16, 16, 8, 1)],
@@ -103,12 +117,21 @@ _ANY_16_BIT = _rows(
     },
     use_tma=False,
 )
-_ANY_32_BIT = _rows(
+_ANY_TF32 = _rows(
     {
         "forward": [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)],
         "dkdv": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)],
         "dq": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)],
         "fused": [(32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)],
+    },
+    use_tma=False,
+)
+_ANY_PARTS = _rows(
+    {
+        "forward": [(64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (16, 16, 4, 1)],
+        "dkdv": [(32, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)],
+        "dq": [(32, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 4, 1)],
+        "fused": [(32, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1), (32, 32, 8, 1), (16, 16, 8, 1)],
     },
     use_tma=False,
 )
@@ -135,12 +158,14 @@ def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
     is_16_bit = problem.dtype.itemsize == 2
     if arch < 80:
         table = _TURING_16_BIT if is_16_bit else _TURING_32_BIT
+    elif problem.parts == 2:
+        table = _HOPPER_PARTS if use_tma else _ANY_PARTS
     elif use_tma:
-        table = _HOPPER_16_BIT if is_16_bit else _HOPPER_32_BIT
+        table = _HOPPER_16_BIT if is_16_bit else _HOPPER_TF32
     elif arch == 90 and is_16_bit:
         table = _HOPPER_16_BIT_POINTERS
     else:
-        table = _ANY_16_BIT if is_16_bit else _ANY_32_BIT
+        table = _ANY_16_BIT if is_16_bit else _ANY_TF32
     return table[name, problem.block_d]
 
 
