@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from cs336_systems.distributed import slurm
 from cs336_systems.distributed.process_group import GroupOptions, RankContext, check_gpus, run_ranks, spawn_ranks
 from cs336_systems.distributed.spawn import RankFailedError
 from tests.distributed_helpers import run_gloo, start_python
+from tests.script_helpers import is_running, wait_until
 
 END_S = 30.0  # a failed run must have ended by then
 
@@ -129,23 +129,8 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    _wait_until(lambda: not _is_running(pid))
+    wait_until(lambda: not is_running(pid))
     parent.stdout.close()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + END_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
