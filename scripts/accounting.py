@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cs336_systems.accounting.memory import Sharding
+from cs336_systems.accounting.training_memory import Sharding
 from cs336_systems.cli import parse, refusing_bad_input
 from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check
 

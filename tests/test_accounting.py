@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from cs336_basics.model import BasicsTransformerLM
-from cs336_systems.accounting import flops, memory
+from cs336_systems.accounting import flops, memory, training_memory
 from cs336_systems.accounting.report import model_report
 from cs336_systems.configs import MODEL_SIZES, ModelConfig
 
@@ -162,9 +162,9 @@ def test_model_flops_utilization():
         lambda: memory.block_saved_tensors(TINY, 1, 8, attention="linear"),
         lambda: memory.saved_activation_bytes(TINY, 1, 8, checkpoint_every=4),
         lambda: memory.saved_activation_bytes(TINY, 1, 8, checkpoint_every=0),
-        lambda: memory.training_memory(TINY, 1, 8, sharding="zero"),
-        lambda: memory.training_memory(TINY, 1, 8, num_devices=0),
-        lambda: memory.fsdp_gathered_bytes(TINY, "fp32", layers_ahead=-1),
+        lambda: training_memory.training_memory(TINY, 1, 8, sharding="zero"),
+        lambda: training_memory.training_memory(TINY, 1, 8, num_devices=0),
+        lambda: training_memory.fsdp_gathered_bytes(TINY, "fp32", layers_ahead=-1),
         lambda: model_report(TINY, 1, 8, bandwidth_gb_per_s=0),
     ],
 )
@@ -196,8 +196,8 @@ def test_script_needs_no_torch():
 def test_docs_show_the_formulas_numbers():
     text = (ROOT / "docs" / "accounting.md").read_text(encoding="utf-8")
     for size, config in MODEL_SIZES.items():
-        plain = memory.training_memory(config, 4, 512)
-        flash = memory.training_memory(config, 4, 512, attention="flash-triton")
+        plain = training_memory.training_memory(config, 4, 512)
+        flash = training_memory.training_memory(config, 4, 512, attention="flash-triton")
         gib = (
             plain.parameters,
             plain.parameters + plain.gradients + plain.optimizer_state,

@@ -12,7 +12,7 @@ import cs336_basics.model
 from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
-from cs336_systems.accounting import memory
+from cs336_systems.accounting import memory, training_memory
 from cs336_systems.configs import MODEL_SIZES, ModelConfig
 
 # Odd sizes, so that no two products of them agree by accident.
@@ -162,7 +162,7 @@ def test_weights_gradients_and_moments_are_the_optimizers_own():
     def size(tensors) -> int:
         return sum(tensor.nbytes for tensor in tensors)
 
-    predicted = memory.training_memory(WIDE, 1, 8)
+    predicted = training_memory.training_memory(WIDE, 1, 8)
     assert predicted.parameters == size(model.parameters())
     assert predicted.gradients == size(p.grad for p in model.parameters())
     moments = [x for state in optimizer.state.values() for x in state.values() if torch.is_tensor(x) and x.ndim]
@@ -170,9 +170,9 @@ def test_weights_gradients_and_moments_are_the_optimizers_own():
 
 
 def test_sharding_divides_what_it_says():
-    config, whole = MODEL_SIZES["xl"], memory.training_memory(MODEL_SIZES["xl"], 4, 512)
+    config, whole = MODEL_SIZES["xl"], training_memory.training_memory(MODEL_SIZES["xl"], 4, 512)
     one_of_two = {
-        name: memory.training_memory(config, 4, 512, sharding=name, num_devices=2)
+        name: training_memory.training_memory(config, 4, 512, sharding=name, num_devices=2)
         for name in ("none", "optimizer", "gradients", "fsdp")
     }
     assert one_of_two["none"] == whole
@@ -187,18 +187,18 @@ def test_sharding_divides_what_it_says():
     assert one_of_two["fsdp"].parameters * 2 - whole.parameters == pytest.approx(4 * 97 * 1600, abs=8)
     # The last block's w3 and w2 and then lm_head, 10,000 x 1600, are the largest three layers in a row.
     assert one_of_two["fsdp"].weight_copies == (2 * 1600 * 6400 + 10_000 * 1600) * 4
-    assert memory.fsdp_gathered_bytes(config, "bf16", layers_ahead=0) == 10_000 * 1600 * 2
-    assert memory.fsdp_gathered_bytes(TINY, "fp32", layers_ahead=2) == 3 * 24 * 56 * 4  # w1, w3, w2
-    everything = memory.fsdp_gathered_bytes(replace(TINY, num_layers=1), "fp32", layers_ahead=100)
+    assert training_memory.fsdp_gathered_bytes(config, "bf16", layers_ahead=0) == 10_000 * 1600 * 2
+    assert training_memory.fsdp_gathered_bytes(TINY, "fp32", layers_ahead=2) == 3 * 24 * 56 * 4  # w1, w3, w2
+    everything = training_memory.fsdp_gathered_bytes(replace(TINY, num_layers=1), "fp32", layers_ahead=100)
     assert everything == (2 * 37 * 24 + 4 * 24 * 24 + 3 * 24 * 56) * 4
 
 
 def test_the_peak_of_a_step():
     # xl, batch 4, context 512, float32, plain attention, AdamW: 49.9 GiB were measured on an H200.
-    predicted = memory.training_memory(MODEL_SIZES["xl"], 4, 512)
+    predicted = training_memory.training_memory(MODEL_SIZES["xl"], 4, 512)
     assert predicted.peak / 2**30 == pytest.approx(49.9, rel=0.02)
     # Without activations to speak of, the optimizer's step is the peak: 16 bytes a parameter.
-    assert memory.training_memory(MODEL_SIZES["xl"], 1, 1).peak == 16 * 1_998_235_200
+    assert training_memory.training_memory(MODEL_SIZES["xl"], 1, 1).peak == 16 * 1_998_235_200
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Memory of a training step by formula: parameters, gradients, optimizer state, and what backward needs kept.
+"""What a step keeps between forward and backward, by formula; training_memory.py adds the rest.
 
 Plain arithmetic on a model's sizes, without torch. Activations are counted tensor by tensor, as autograd keeps them for
 the project's own model run eagerly (torch.compile keeps fewer); a tensor that two operations keep counts once.
@@ -6,20 +6,16 @@ the project's own model run eagerly (torch.compile keeps fewer); a tensor that t
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Literal
 
 from cs336_systems.accounting.flops import (
     ModelShape,
     Precision,
     num_block_parameters,
-    num_parameters,
     require_positive,
 )
 
 Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton"]
-Sharding = Literal["none", "optimizer", "gradients", "fsdp"]
 
 FLOAT32_BYTES = 4
 
@@ -77,7 +73,7 @@ def block_saved_tensors(
     """Bytes that one Transformer block keeps for backward, by tensor, its input included and its parameters not.
 
     The residual stream and the norms are float32 under autocast too, as the embedding's output is; what enters a matrix
-    product is cast, once for each product, where the casts of a weight are shared (see `autocast_weight_bytes`).
+    product is cast, once for each product. The casts of weights are not counted here (see `autocast_weight_bytes`).
 
     For example the five largest: `sorted(block_saved_tensors(config, 4, 512).items(), key=lambda x: -x[1])[:5]`.
     Raises ValueError for a batch or context below 1, or an unknown precision or attention.
@@ -145,7 +141,7 @@ def saved_activation_bytes(
     if checkpoint_every is None:
         block = sum(block_saved_tensors(config, batch_size, context_length, precision, attention).values())
         return config.num_layers * block + head
-    segments = len(_segment_lengths(config, checkpoint_every))
+    segments = len(segment_lengths(config, checkpoint_every))
     return segments * residual_stream_bytes(config, batch_size, context_length) + head
 
 
@@ -164,7 +160,7 @@ def peak_activation_bytes(
         return peak
     stream = residual_stream_bytes(config, batch_size, context_length)
     block = sum(block_saved_tensors(config, batch_size, context_length, precision, attention).values())
-    for inputs_before, length in enumerate(_segment_lengths(config, checkpoint_every)):
+    for inputs_before, length in enumerate(segment_lengths(config, checkpoint_every)):
         # The segment's own input is the "ln1 input" of its first block.
         peak = max(peak, inputs_before * stream + length * block)
     return peak
@@ -189,99 +185,36 @@ def best_checkpoint_every(
     return min(range(config.num_layers, 0, -1), key=peak)
 
 
-def _segment_lengths(config: ModelShape, checkpoint_every: int) -> list[int]:
+def segment_lengths(config: ModelShape, checkpoint_every: int) -> list[int]:
+    """Blocks in each checkpointed segment, e.g. 5 blocks with checkpoint_every=2: [2, 2, 1]."""
     if not 1 <= checkpoint_every <= config.num_layers:
         raise ValueError(f"checkpoint_every={checkpoint_every}: must be between 1 and {config.num_layers}")
     whole, rest = divmod(config.num_layers, checkpoint_every)
     return [checkpoint_every] * whole + ([rest] if rest else [])
 
 
-# ---- Weights and what goes with them ---------------------------------------------------------------------------------
+# ---- Copies of weights -----------------------------------------------------------------------------------------------
+
+
+def num_block_matrix_parameters(config: ModelShape) -> int:
+    """A block's weights that matrix products use: all but its norms."""
+    return num_block_parameters(config) - 2 * config.d_model
 
 
 def num_matrix_parameters(config: ModelShape) -> int:
     """Weights that matrix products use: all but the input embedding and the norms."""
-    d = config.d_model
-    return config.num_layers * (num_block_parameters(config) - 2 * d) + config.vocab_size * d
+    return config.num_layers * num_block_matrix_parameters(config) + config.vocab_size * config.d_model
 
 
-def autocast_weight_bytes(config: ModelShape, precision: Precision) -> int:
-    """Copies of the weights in the low precision that autocast makes: one a weight, kept for backward by its product
-    (and by autocast's cache until the context ends). Not an activation: batch and context do not change it."""
+def autocast_weight_bytes(config: ModelShape, precision: Precision, checkpoint_every: int | None = None) -> int:
+    """Copies of the weights in the low precision, which their products keep for backward: one a weight, and none within
+    checkpoints, so that with them lm_head's alone is left. Not an activation: batch and context do not change it.
+
+    Autocast's cache holds none of them. It caches casts of leaf tensors, and the model's `x @ weight.T` hands it a
+    view; where nothing is kept for backward, a copy goes as soon as its product is done.
+    """
     width = compute_bytes(precision)
-    return 0 if width == FLOAT32_BYTES else num_matrix_parameters(config) * width
-
-
-def fsdp_gathered_bytes(config: ModelShape, precision: Precision, layers_ahead: int = 2) -> int:
-    """Whole weights on a device at once under FSDP at most: the layer in use and `layers_ahead` gathered before use.
-
-    A layer is one Linear or Embedding. Weights are gathered in the precision that they are used in.
-    """
-    if layers_ahead < 0:
-        raise ValueError(f"layers_ahead={layers_ahead}: must be at least 0")
-    d, f, table = config.d_model, config.d_ff, config.vocab_size * config.d_model
-    # In order of use; one block more than the window can hold shows every window that there is.
-    block = [d * d] * 4 + [d * f] * 3
-    in_order = [table] + block * min(config.num_layers, 1 + math.ceil((layers_ahead + 1) / len(block))) + [table]
-    window = layers_ahead + 1
-    largest = max(sum(in_order[i : i + window]) for i in range(max(1, len(in_order) - window + 1)))
-    return largest * compute_bytes(precision)
-
-
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes on one device, by kind. What is not in it: temporaries, the allocator's rounding, the CUDA context."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
-    weight_copies: int
-    """In the low precision: autocast's, or the layers that FSDP has gathered."""
-    activations: int
-    """Kept for backward, at the most."""
-
-    @property
-    def peak(self) -> int:
-        """The most at any time of a step, after the first, that drops gradients before forward (set_to_none): backward
-        frees activations as it makes gradients, so the most is at one of its ends."""
-        always = self.parameters + self.optimizer_state + self.weight_copies
-        return always + max(self.activations, self.gradients)
-
-
-def training_memory(
-    config: ModelShape,
-    batch_size: int,
-    context_length: int,
-    precision: Precision = "fp32",
-    attention: Attention = "naive",
-    checkpoint_every: int | None = None,
-    sharding: Sharding = "none",
-    num_devices: int = 1,
-) -> TrainingMemory:
-    """Memory of training with AdamW on one of `num_devices`, each with `batch_size` sequences of its own.
-
-    Parameters, gradients and AdamW's two moments are float32. They are divided over the devices by `sharding` (ZeRO,
-    Rajbhandari et al. 2020, section 5): "optimizer" the moments (stage 1), "gradients" the gradients as well (stage 2),
-    "fsdp" the weights too (stage 3; the norms' weights stay whole).
-
-    Raises ValueError for an unknown word, or a batch, context, number of devices or `checkpoint_every` out of range.
-    """
-    require_positive(num_devices=num_devices)
-    if sharding not in ("none", "optimizer", "gradients", "fsdp"):
-        raise ValueError(f"sharding={sharding!r}: must be 'none', 'optimizer', 'gradients' or 'fsdp'")
-    whole = num_parameters(config)
-    norms = (2 * config.num_layers + 1) * config.d_model
-    replicated = norms if sharding == "fsdp" else 0
-    share = replicated + math.ceil((whole - replicated) / num_devices)
-    parameters = share if sharding == "fsdp" else whole
-    gradients = share if sharding in ("gradients", "fsdp") else whole
-    moments = 2 * (whole if sharding == "none" else share)
-    return TrainingMemory(
-        parameters=parameters * FLOAT32_BYTES,
-        gradients=gradients * FLOAT32_BYTES,
-        optimizer_state=moments * FLOAT32_BYTES,
-        weight_copies=(
-            fsdp_gathered_bytes(config, precision) if sharding == "fsdp" else autocast_weight_bytes(config, precision)
-        ),
-        activations=peak_activation_bytes(config, batch_size, context_length, precision, attention, checkpoint_every),
-    )
+    if width == FLOAT32_BYTES:
+        return 0
+    in_checkpoints = 0 if checkpoint_every is None else config.num_layers * num_block_matrix_parameters(config)
+    return (num_matrix_parameters(config) - in_checkpoints) * width

@@ -18,7 +18,6 @@ from cs336_systems.accounting.flops import (
 )
 from cs336_systems.accounting.memory import (
     Attention,
-    Sharding,
     attention_saved_tensors,
     best_checkpoint_every,
     block_saved_tensors,
@@ -26,7 +25,6 @@ from cs336_systems.accounting.memory import (
     peak_activation_bytes,
     residual_stream_bytes,
     saved_activation_bytes,
-    training_memory,
 )
 from cs336_systems.accounting.parallelism import (
     Device,
@@ -35,6 +33,7 @@ from cs336_systems.accounting.parallelism import (
     ring_all_reduce_seconds,
     tensor_parallel_max_devices,
 )
+from cs336_systems.accounting.training_memory import Sharding, training_memory
 
 
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

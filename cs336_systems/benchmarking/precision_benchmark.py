@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from cs336_systems.accounting.memory import autocast_weight_bytes, saved_activation_bytes, training_memory
+from cs336_systems.accounting.memory import autocast_weight_bytes, saved_activation_bytes
+from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, measure_cell
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.records import format_value

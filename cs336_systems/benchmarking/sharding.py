@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-from cs336_systems.accounting.memory import training_memory
+from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.benchmarking.sharding_cells import DIVIDES, MOMENTS, ShardingCell
 from cs336_systems.configs import CELL_PARAMETERS, BenchmarkCell
 from cs336_systems.records import Statistics

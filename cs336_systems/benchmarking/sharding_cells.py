@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cs336_systems.accounting.memory import Sharding
+from cs336_systems.accounting.training_memory import Sharding
 from cs336_systems.configs import BenchmarkCell, check
 
 Implementation = Literal["none", "ddp", "sharded-optimizer", "torch-ddp", "torch-zero", "fsdp", "torch-fsdp2"]

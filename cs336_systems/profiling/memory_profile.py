@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from cs336_systems.accounting.memory import residual_stream_bytes, saved_activation_bytes, training_memory
+from cs336_systems.accounting.memory import autocast_weight_bytes, residual_stream_bytes, saved_activation_bytes
+from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.profiling.memory_picture import plot_peaks, plot_timeline
 from cs336_systems.profiling.memory_recording import load_snapshot, record_step, save_snapshot
@@ -150,7 +151,8 @@ def _summary(cell: BenchmarkCell, timeline: MemoryTimeline) -> dict[str, Any]:
         results["kept_gib"] = (kept["activations"] + kept["weight copies"]) / GIB
     if cell.mode != "forward" and cell.compile == "off":
         how = (cell.precision, cell.attention, cell.checkpoint_every or None)
-        results["kept_predicted_gib"] = saved_activation_bytes(*shape, *how) / GIB
+        copies = autocast_weight_bytes(shape[0], cell.precision, cell.checkpoint_every or None)
+        results["kept_predicted_gib"] = (saved_activation_bytes(*shape, *how) + copies) / GIB
         results["peak_predicted_gib"] = training_memory(*shape, *how).peak / GIB
     results["largest"] = [
         {
