@@ -1,0 +1,345 @@
+"""The profiling scripts as a person runs them: nsys around the benchmark, reports into answers, and the way without
+nsys. A small program stands in for nsys: it notes how it was called, and leaves a made report."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from cs336_systems.configs import named_cell
+from cs336_systems.profiling.nsys import NsysFailed, benchmark_command, capture, export_sqlite, find_nsys
+from cs336_systems.profiling.run_analysis import find_reports, report_name, run_analysis
+from cs336_systems.profiling.run_kernels import run_kernels
+from cs336_systems.profiling.run_nsys import run_nsys
+from cs336_systems.profiling.step_answers import StepRow
+from cs336_systems.provenance import Provenance
+from cs336_systems.records import read_results
+from tests.nsys_reports import MadeReport
+
+ROOT = Path(__file__).resolve().parents[1]
+CELL: dict[str, Any] = {"compile": "off", "attention": "naive", "optimizer": "adamw", "warmup": 1, "steps": 1}
+CELL |= {"batch_size": 4, "device": "cuda", "seed": 0}
+MS = 1_000_000
+
+_STAND_IN = """
+import pathlib, shutil, sys
+here = pathlib.Path(__file__).parent
+with (here / "calls").open("a") as calls:
+    calls.write(" ".join(sys.argv[1:]) + "\\n")
+words = dict(word.split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+out = pathlib.Path(words["--output"])
+if sys.argv[1] == "export":
+    shutil.copy(here / "made.sqlite", out)
+elif (here / "fails").exists():
+    sys.exit(int((here / "fails").read_text()))
+elif (here / "interrupted").exists():
+    import os, signal
+    os.kill(os.getppid(), signal.SIGINT)
+elif not (here / "silent").exists():
+    out.write_text("report")
+"""
+
+
+@pytest.fixture
+def nsys(tmp_path: Path) -> Path:
+    """A folder with the stand-in; `<python> <folder>/nsys.py` calls it. It leaves the step of `_made_report`."""
+    folder = tmp_path / "nsys"
+    folder.mkdir()
+    (folder / "nsys.py").write_text(_STAND_IN)
+    _made_report(named_cell("small", 128, **CELL)).write(folder / "made.sqlite")
+    return folder
+
+
+def _command(folder: Path) -> str:
+    return f"{sys.executable} {folder / 'nsys.py'}"
+
+
+def _made_report(cell: Any) -> MadeReport:
+    """A step of 100 ms: 30 ms of products, 10 ms of others, and 60 ms of waiting for launches in the optimizer."""
+    report = MadeReport()
+    report.range("step", 0, 100 * MS)
+    report.cell(asdict(cell))
+    report.range("forward", 0, 40 * MS)
+    report.range("block 0", 1, 39 * MS)
+    for part, start in (("scores", 2), ("softmax", 12), ("final matmul", 22)):
+        report.range(part, start * MS, (start + 9) * MS)
+    report.kernel("ampere_sgemm_128x64_tn", 0, 15 * MS, launch=2 * MS)
+    report.kernel("void at::native::reduce_kernel<512>(T)", 15 * MS, 25 * MS, launch=13 * MS)
+    report.kernel("ampere_sgemm_128x64_tn", 25 * MS, 40 * MS, launch=23 * MS)
+    report.range("optimizer", 50 * MS, 100 * MS)
+    report.kernel("void at::native::vectorized_elementwise_kernel<4>(T)", 99 * MS, 100 * MS, launch=98 * MS)
+    return report
+
+
+def _provenance() -> Provenance:
+    values: dict[str, Any] = dict.fromkeys(Provenance.__dataclass_fields__, "x")
+    numbers: dict[str, Any] = {"gpu_count": 1, "cpu_count": 1, "gpu_memory_gib": 80.0}
+    return Provenance(**(values | numbers | {"gpu": "NVIDIA H100 80GB HBM3"}))
+
+
+def _benchmark_rows(folder: Path, *rows: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"runs": [asdict(_provenance())], "rows": list(rows)}
+    (folder / "benchmark.json").write_text(json.dumps(document))
+
+
+def _run_nsys(folder: Path, out: Path, **changed: Any) -> None:
+    options: dict[str, Any] = {
+        "size": ("small",),
+        "ctx": (128,),
+        "mode": ("train-step",),
+        "precision": ("fp32",),
+        "top": 4,
+    }
+    flags = {"resume": False, "dry_run": False, "unprofiled": False}
+    options |= flags | CELL | {"nsys": _command(folder)} | changed
+    run_nsys("python scripts/profile_nsys.py", out=out, **options)
+
+
+def test_nsys_is_called_around_the_benchmark_and_its_report_answered(
+    nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    _benchmark_rows(
+        out / "unprofiled",
+        asdict(named_cell("small", 128, **CELL)) | {"forward_mean_ms": 38.0, "step_mean_ms": 96.0, "status": "ok"},
+    )
+    _run_nsys(nsys, out)
+    profile, export = (nsys / "calls").read_text().splitlines()
+    for flag in ("--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"):
+        assert flag in profile
+    script = f"{sys.executable} {ROOT / 'scripts' / 'benchmark.py'} --size small --ctx 128 --mode train-step"
+    assert script in profile
+    assert profile.endswith(f"--nvtx --out {out / 'small-ctx128-train-step-fp32'}")
+    assert export.startswith("export --type=sqlite")
+    shown = capsys.readouterr()
+    assert "profile --trace=cuda,nvtx --sample=none" in shown.err  # printed, to be run by hand
+    assert "| small  |   128 | train-step | fp32        | waiting    |" in shown.out
+    assert "0.75" in shown.out  # the share of products in forward
+    (row,) = read_results(out / "steps.json", StepRow)[1]
+    assert (row.size, row.ctx, row.forward_leader, row.forward_leader_count) == (
+        "small",
+        128,
+        "ampere_sgemm_128x64_tn",
+        2,
+    )
+    assert (row.forward_benchmark_ms, row.forward_ms) == (38, 40)
+    assert row.slowdown == pytest.approx(100 / 96 - 1)
+    assert row.softmax_time_ratio == pytest.approx(10 / 30)
+    assert row.waiting_share == pytest.approx(0.59)
+    text = (out / "small-ctx128-train-step-fp32.md").read_text()
+    assert "**Bound by kernel launches: the GPU waits for the host.**" in text
+    assert "`--optimizer adamw-fused`" in text
+    assert "reduce_kernel<512>" in text
+    assert (out / "small-ctx128-train-step-fp32.png").stat().st_size > 10_000
+    kernels = list(csv.DictReader((out / "kernels.csv").open()))
+    assert {row["range"] for row in kernels} == {
+        "(all)",
+        "forward",
+        "block",
+        "scores",
+        "softmax",
+        "final matmul",
+        "optimizer",
+    }
+
+
+def test_a_dry_run_prints_what_a_person_can_run(nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    _run_nsys(nsys, tmp_path / "out", dry_run=True, unprofiled=True, ctx=(128, 256))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 2 * 2
+    assert "--ctx 128 256" in lines[0]
+    assert "--nvtx" not in lines[0]
+    assert [("--nvtx" in line, " export " in line) for line in lines[1:]] == [(True, False), (False, True)] * 2
+    assert not (tmp_path / "out").exists()
+    assert not (nsys / "calls").exists()
+
+
+def test_a_cell_that_cannot_run_is_a_row(nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Out of memory leaves the benchmark's row and no report; the other cells' reports are answered."""
+    out = tmp_path / "out"
+    _run_nsys(nsys, out)
+    (nsys / "silent").touch()
+    row = asdict(named_cell("2.7b", 128, **CELL)) | {"status": "oom", "reason": "CUDA out of memory"}
+    _benchmark_rows(out / "2.7b-ctx128-train-step-fp32", row)
+    _run_nsys(nsys, out, size=("small", "2.7b"), resume=True)
+    shown = capsys.readouterr()
+    assert "2.7b-ctx128-train-step-fp32: nsys left no report: nothing called cudaProfilerStart" in shown.err
+    assert "2.7b-ctx128-train-step-fp32: oom (CUDA out of memory)" in shown.out
+    rows = read_results(out / "steps.json", StepRow)[1]
+    assert [(row.size, row.status) for row in rows] == [("small", "ok"), ("2.7b", "oom")]
+    assert len((nsys / "calls").read_text().splitlines()) == 3  # the first cell was not captured again
+
+
+def test_what_nsys_recorded_before_an_interruption_is_kept(
+    nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    _run_nsys(nsys, out)
+    report = out / "small-ctx128-train-step-fp32" / "report.sqlite"
+    before = report.read_bytes()
+    (nsys / "interrupted").touch()
+    with pytest.raises(SystemExit) as stopped:
+        _run_nsys(nsys, out, ctx=(128, 256), resume=True)
+    assert stopped.value.code == 130
+    assert "--resume goes on from here" in capsys.readouterr().err
+    assert report.read_bytes() == before
+
+
+def test_failures_of_nsys_say_what_to_do(nsys: Path, tmp_path: Path) -> None:
+    program, report = find_nsys(_command(nsys)), tmp_path / "report.nsys-rep"
+    (nsys / "silent").touch()
+    with pytest.raises(NsysFailed, match="nothing called cudaProfilerStart"):
+        capture(program, report, ["true"])
+    (tmp_path / "report.qdstrm").touch()
+    with pytest.raises(NsysFailed, match=r"report\.qdstrm is what it left.*libdw1 and libelf1"):
+        capture(program, report, ["true"])
+    (nsys / "fails").write_text("3")
+    with pytest.raises(NsysFailed, match="ended with status 3"):
+        capture(program, report, ["true"])
+    (nsys / "made.sqlite").unlink()
+    report.touch()
+    with pytest.raises(NsysFailed, match=r"nsys export of .* ended with status 1"):
+        export_sqlite(report, program)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"size": ("tiny", "gigantic")}, "error: --size gigantic: must be one of tiny, small"),
+        ({"ctx": (0,)}, "error: --ctx 0: must be between 1 and"),
+        ({"mode": ()}, "error: --mode: needs at least one value"),
+        ({"nsys": "no-such-nsys --flag"}, "error: --nsys no-such-nsys --flag: is no program here.*profile_kernels.py"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _run_nsys(nsys, tmp_path / "out", **changed)
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (nsys / "calls").exists()
+
+
+def _arguments_of(script: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("a_script", script)
+    module = sys.modules["a_script"] = importlib.util.module_from_spec(spec)  # where its annotations are looked up
+    spec.loader.exec_module(module)
+    return module.Arguments
+
+
+def test_the_benchmarks_command_is_one_that_it_takes(tmp_path: Path) -> None:
+    cells = [named_cell("tiny", ctx, **CELL, precision="bf16") for ctx in (16, 32)]
+    _, script, *words = benchmark_command(cells, tmp_path, nvtx=True)
+    arguments = tyro.cli(_arguments_of(Path(script)), args=words)
+    assert (arguments.size, arguments.ctx, arguments.precision) == (("tiny",), (16, 32), ("bf16",))
+    assert (arguments.steps, arguments.device, arguments.nvtx, arguments.out) == (1, "cuda", True, tmp_path)
+
+
+def _analyze(*reports: Path, out: Path, **options: Any) -> None:
+    run_analysis(
+        "python scripts/analyze_nsys.py",
+        reports=reports,
+        out=out,
+        **({"benchmark": None, "top": 4, "nsys": "nsys"} | options),
+    )
+
+
+def test_a_report_of_another_program_is_answered_too(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report = MadeReport()
+    report.kernel("void my_kernel<float>(float*)", 10 * MS, 20 * MS, launch=1)
+    report.kernel("ampere_sgemm_128x64_tn", 20 * MS, 50 * MS, launch=2)
+    _analyze(report.write(tmp_path / "theirs.v2.sqlite"), out=tmp_path / "out")
+    assert "theirs.v2" in capsys.readouterr().out
+    text = (tmp_path / "out" / "theirs.v2.md").read_text()
+    assert "no NVTX ranges" in text
+    assert "## The whole report" in text
+    assert "my_kernel<float>" in text
+    assert "**Bound by matrix products.**" in text
+
+
+def test_reports_are_found_exported_and_named(nsys: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "cells" / "small-ctx128" / "report.nsys-rep"
+    exported.parent.mkdir(parents=True)
+    exported.touch()
+    (tmp_path / "cells" / "unprofiled").mkdir()
+    assert find_reports([tmp_path / "cells"]) == ([exported], [tmp_path / "cells"])
+    assert (report_name(exported), report_name(tmp_path / "2.7b.json.gz")) == ("small-ctx128", "2.7b")
+    _analyze(tmp_path / "cells", out=tmp_path / "out", nsys=_command(nsys))
+    assert (tmp_path / "out" / "small-ctx128.md").exists()
+    assert exported.with_suffix(".sqlite").exists()
+
+
+def test_trimming_by_the_script(tmp_path: Path) -> None:
+    report = _made_report(named_cell("small", 128, **CELL)).write(tmp_path / "full.sqlite")
+    script = [sys.executable, str(ROOT / "scripts" / "analyze_nsys.py"), str(report)]
+    run = subprocess.run(
+        [*script, "--trim", str(tmp_path / "small.sqlite")], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.startswith(f"{tmp_path / 'small.sqlite'}: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("text", "notes.txt", "notes.txt: must be a .nsys-rep file, or SQLite"),
+        ("{}", "trace.json", "has no traceEvents"),
+        ("{", "cut.json", "cut.json: is no trace of torch.profiler"),
+        (None, "missing.sqlite", "missing.sqlite: there is no such file or folder"),
+    ],
+)
+def test_what_is_no_report_ends_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None, name: str, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        _analyze(tmp_path / name, out=tmp_path / "out")
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_same_tables_without_nsys(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A CPU's operators, from a step to files, and again from the trace that was kept."""
+    what: dict[str, Any] = CELL | {"device": "cpu", "mode": "train-step", "precision": "fp32", "checkpoint_every": 0}
+    made = run_kernels(
+        "python scripts/profile_kernels.py", size="tiny", ctx=16, benchmark=None, top=5, out=tmp_path / "out", **what
+    )
+    assert made.verdict is None
+    assert made.row.forward_leader == "aten::mm"
+    name = "tiny-ctx16-train-step-fp32"
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    tables = {"answers.md", "kernels.csv", *(f"steps.{ending}" for ending in ("json", "csv", "md", "tex"))}
+    assert written == tables | {f"{name}{ending}" for ending in (".md", ".png", ".json.gz")}
+    text = (tmp_path / "out" / f"{name}.md").read_text()
+    assert "| operator" in text
+    assert "Bound by" not in text  # nothing is launched on a CPU
+    _analyze(tmp_path / "out" / f"{name}.json.gz", out=tmp_path / "again", top=5)
+    assert (tmp_path / "again" / f"{name}.md").read_text() == text
+    assert capsys.readouterr().out.count("aten::mm") == 6
+
+
+def test_kernels_of_a_cell_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    what: dict[str, Any] = CELL | {"mode": "train-step", "precision": "fp32", "checkpoint_every": 0}
+    for changed, message in (
+        ({"ctx": 0}, "--ctx 0"),
+        ({"device": "cuda:77"}, "--device cuda:77: is not on this machine"),
+    ):
+        arguments = {"size": "tiny", "ctx": 16, "benchmark": None, "top": 5, "out": tmp_path, **what, **changed}
+        with pytest.raises(SystemExit) as stopped:
+            run_kernels("python scripts/profile_kernels.py", **arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
