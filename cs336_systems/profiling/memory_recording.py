@@ -86,7 +86,9 @@ class _CudaHistory:
     """The CUDA allocator's own history, with Python stacks."""
 
     def __enter__(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=_MAX_ENTRIES, stacks="python", clear_history=True)
+        torch.cuda.memory._record_memory_history(
+            context="alloc", stacks="python", max_entries=_MAX_ENTRIES, clear_history=True
+        )
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.memory._record_memory_history(enabled=None)
