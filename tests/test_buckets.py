@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 import weakref
@@ -74,16 +75,16 @@ def test_portions_are_launched_in_order_as_early_as_that_allows(
         portions[randomness.randrange(3)].append(parameter)
     portions = [portion for portion in portions if portion]
     launched: list[int] = []
-    order = LaunchOrder(portions, launched.append)
+    order = LaunchOrder(portions)
     for _ in range(2):  # reset makes it as new
         for n_marked, parameter in enumerate(ready_order[:n_ready], start=1):
             assert not order.is_ready(parameter)
-            order.mark_ready(parameter)
+            launched += order.mark_ready(parameter)
             assert order.is_ready(parameter)
             done = set(ready_order[:n_marked])
             complete = [set(portion) <= done for portion in portions]
             assert launched == list(range([*complete, False].index(False)))
-        order.launch_rest()
+        launched += order.rest()
         assert launched == list(range(len(portions)))
         order.reset()
         launched.clear()
@@ -97,6 +98,10 @@ def _views(context: RankContext) -> None:
     flat = [bucket for bucket in wrapped._buckets if isinstance(bucket, FlatBucket)]
     assert len(flat) == wrapped.n_buckets == 4
     storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in flat}
+    assert len(storages) == 1  # one allocation, in which the buckets lie side by side
+    starts = [bucket.buffer.data_ptr() for bucket in flat]
+    ends = [start + bucket.buffer.nbytes for start, bucket in zip(starts, flat, strict=True)]
+    assert starts[1:] == ends[:-1]
     mine = [part(tensor, context.rank, 2) for tensor in batch(0)]
 
     def gradients() -> dict[str, torch.Tensor]:
@@ -138,6 +143,24 @@ def _views(context: RankContext) -> None:
 
 def test_gradients_are_views_into_their_buckets() -> None:
     run_gloo(_views)
+
+
+def _is_freed_without_collector(context: RankContext) -> bool:
+    module = make_model(0)
+    gc.collect()
+    gc.disable()
+    wrapped = BucketedDDP(module, SMALL_MB)
+    loss_of(wrapped, *(part(tensor, context.rank, 2) for tensor in batch(0))).backward()
+    finish(wrapped)
+    wrapped.remove_hooks()
+    freed = weakref.ref(wrapped)
+    del wrapped
+    return freed() is None
+
+
+def test_a_wrapper_that_is_dropped_gives_its_memory_back_at_once() -> None:
+    """As many bytes as the parameters have: it must be in no reference cycle."""
+    assert run_gloo(_is_freed_without_collector) == [True, True]
 
 
 class _CountedCopies(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Buckets: which parameters share one, and the two ways in which a bucket's gradients can travel as one.
 
-A `FlatBucket` owns one buffer, and the gradients are views into it. A `CoalescedBucket` owns no memory: the gradients
+A `FlatBucket` has one buffer, and the gradients are views into it. A `CoalescedBucket` has no memory: the gradients
 travel from where autograd put them, as one group call.
 """
 
@@ -98,19 +98,22 @@ class FlatBucket(Bucket):
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], n_flags: int, group: dist.ProcessGroup, comm_dtype: torch.dtype | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        n_flags: int,
+        group: dist.ProcessGroup,
+        comm_dtype: torch.dtype | None,
+        buffer: Inexact[Tensor, " elements"],
     ) -> None:
+        """`buffer` has `buffer_size(parameters, n_flags)` elements, zeros."""
         super().__init__(parameters, n_flags, group, comm_dtype)
-        alignment = max(1, _ALIGNMENT_BYTES // parameters[0].element_size())
-        offsets, end = [], 0
-        for parameter in parameters:
-            offsets.append(end)
-            end += -(-parameter.numel() // alignment) * alignment
-        self.buffer = parameters[0].detach().new_zeros(end + n_flags)
-        self.flags = self.buffer[end:]
+        self.buffer = buffer
+        *offsets, end = _offsets(parameters)
+        self.flags = buffer[end : end + n_flags]
+        self._is_taken = [False] * len(self.parameters)
         self.averaged = [
             # With the strides that autograd gives to a gradient it makes anew.
-            self.buffer.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset)
+            buffer[offset:].as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
             for parameter, offset in zip(parameters, offsets, strict=True)
         ]
 
@@ -122,6 +125,7 @@ class FlatBucket(Bucket):
 
     def take(self, i: int) -> None:
         # At once, not at launch: the new gradient is still in the cache, and its memory is free for the next one.
+        self._is_taken[i] = True
         parameter, view = self.parameters[i], self.averaged[i]
         if parameter.grad is None:
             view.zero_()
@@ -130,8 +134,11 @@ class FlatBucket(Bucket):
             parameter.grad = view
 
     def launch(self, flags: Inexact[Tensor, " flags"] | None) -> None:
-        for i in range(len(self.parameters)):
-            self.take(i)  # nothing to do for those that were taken
+        if not all(self._is_taken):
+            for i in range(len(self.parameters)):
+                if not self._is_taken[i]:
+                    self.take(i)
+        self._is_taken = [False] * len(self.parameters)
         if flags is not None:
             self.flags.copy_(flags)
         if self._dtype == self.buffer.dtype:
@@ -142,6 +149,40 @@ class FlatBucket(Bucket):
         assert work is not None
         # On a GPU the copy home runs on a stream of its own, beside backward.
         self._done = work.get_future().then(lambda _: self.buffer.copy_(travelling))
+
+
+def _offsets(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Where each parameter's view begins in a buffer, in elements, and where the last one ends."""
+    alignment = max(1, _ALIGNMENT_BYTES // parameters[0].element_size())
+    offsets = [0]
+    for parameter in parameters:
+        offsets.append(offsets[-1] + -(-parameter.numel() // alignment) * alignment)
+    return offsets
+
+
+def buffer_size(parameters: Sequence[nn.Parameter], n_flags: int) -> int:
+    """Elements of the buffer of a `FlatBucket`, behind which another may begin."""
+    alignment = max(1, _ALIGNMENT_BYTES // parameters[0].element_size())
+    return -(-(_offsets(parameters)[-1] + n_flags) // alignment) * alignment
+
+
+def make_flat_buckets(
+    buckets: Sequence[Sequence[nn.Parameter]],
+    n_flags: Sequence[int],
+    group: dist.ProcessGroup,
+    comm_dtype: torch.dtype | None,
+) -> list[FlatBucket]:
+    """A `FlatBucket` of each list of parameters, all of one dtype in one allocation: the allocator rounds each up."""
+    sizes = [buffer_size(parameters, n) for parameters, n in zip(buckets, n_flags, strict=True)]
+    of_dtype: dict[torch.dtype, list[int]] = {}
+    for i, parameters in enumerate(buckets):
+        of_dtype.setdefault(parameters[0].dtype, []).append(i)
+    made: dict[int, FlatBucket] = {}
+    for members in of_dtype.values():
+        memory = buckets[members[0]][0].detach().new_zeros(sum(sizes[i] for i in members))
+        for i, buffer in zip(members, memory.split([sizes[i] for i in members]), strict=True):
+            made[i] = FlatBucket(buckets[i], n_flags[i], group, comm_dtype, buffer)
+    return [made[i] for i in range(len(buckets))]
 
 
 class CoalescedBucket(Bucket):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.distributed.buckets import CoalescedBucket, FlatBucket, assign_buckets
+from cs336_systems.distributed.buckets import Bucket, CoalescedBucket, FlatBucket, assign_buckets, make_flat_buckets
 from cs336_systems.distributed.ddp_overlapped import OverlappingDataParallel
 
 
@@ -51,16 +51,16 @@ class BucketedDDP(OverlappingDataParallel):
         super().__init__(module, process_group)
         portions = assign_buckets(self._trainable, bucket_size_mb)
         self._set_portions(portions)
-        kind = FlatBucket if gradient_as_bucket_view else CoalescedBucket
-        self._buckets = [
-            kind(
-                [self._trainable[index] for index in portion],
-                len(self._trainable) if position == self._last_portion else 0,
-                self.process_group,
-                bucket_comm_dtype,
-            )
-            for position, portion in enumerate(portions)
-        ]
+        members = [[self._trainable[index] for index in portion] for portion in portions]
+        n_flags = [len(self._trainable) if i == self._last_portion else 0 for i in range(len(portions))]
+        self._buckets: list[Bucket]
+        if gradient_as_bucket_view:
+            self._buckets = [*make_flat_buckets(members, n_flags, self.process_group, bucket_comm_dtype)]
+        else:
+            self._buckets = [
+                CoalescedBucket(parameters, n, self.process_group, bucket_comm_dtype)
+                for parameters, n in zip(members, n_flags, strict=True)
+            ]
         self._place = {
             index: (bucket, i)
             for bucket, portion in zip(self._buckets, portions, strict=True)

@@ -27,7 +27,7 @@ class OverlappingDataParallel(DataParallel):
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, process_group)
-        self._launches = LaunchOrder([], self._launch)
+        self._launches = LaunchOrder([])
         self._hooks = [
             # After autograd has added to .grad, so that gradients of earlier, unsynchronised passes are in it; and once
             # a backward pass for tied parameters, which are one.
@@ -36,7 +36,7 @@ class OverlappingDataParallel(DataParallel):
         ]
 
     def _set_portions(self, portions: Sequence[Sequence[int]]) -> None:
-        self._launches = LaunchOrder(portions, self._launch)
+        self._launches = LaunchOrder(portions)
         self._last_portion = len(portions) - 1
 
     def remove_hooks(self) -> None:
@@ -54,12 +54,14 @@ class OverlappingDataParallel(DataParallel):
                 "the first may be on its way already: run all backward passes but the last inside no_sync()"
             )
         self._take(index)
-        self._launches.mark_ready(index)
+        for portion in self._launches.mark_ready(index):
+            self._launch(portion)
 
     @torch.no_grad()
     def _synchronize(self) -> None:
         try:
-            self._launches.launch_rest()
+            for portion in self._launches.rest():
+                self._launch(portion)
             self._finish()
         finally:
             self._launches.reset()

@@ -116,8 +116,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._cast(args), self._cast(kwargs)
 
     def _cast(self, values: Any) -> Any:
-        if self.compute_dtype is None:
+        if self.compute_dtype is None or not values:
             return values
+        if len(values) == 1 and isinstance(values, tuple) and isinstance(values[0], Tensor):
+            # What nearly every layer is called with; tree_map would take longer than the launch of a kernel.
+            return (values[0].to(self.compute_dtype),) if values[0].is_floating_point() else values
         return tree_map(lambda v: v.to(self.compute_dtype) if _is_floating(v) else v, values)
 
     def _register_layer(self, layer: nn.Module, weight: ShardedWeight) -> None:

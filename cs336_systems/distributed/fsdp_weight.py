@@ -51,6 +51,9 @@ class ShardedWeight:
             self._gathered.untyped_storage(), 0, self.shape, self._gathered.stride()
         )
         self.full = nn.Parameter(view)  # each use makes it require a gradient, or not, as the shard does
+        self._mine = self._gathered.narrow(0, self._rank * self.rows_per_rank, self.rows_per_rank)
+        # Whether the shard can be sent as it is: no cast, and no padding behind its rows.
+        self._sends_shard = dtype == parameter.dtype and parameter.shape[0] == self.rows_per_rank
         self._work: dist.Work | None = None
         self.is_resident = True
         self.free()
@@ -75,15 +78,16 @@ class ShardedWeight:
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def start_gather(self) -> None:
         """Begin to fill `full` from all ranks' shards, unless it is there or on its way."""
         if self.is_resident:
             return
         self._gathered.untyped_storage().resize_(self._n_bytes)
         self.is_resident = True
-        mine = self._gathered.narrow(0, self._rank * self.rows_per_rank, self.rows_per_rank)
-        mine[: self.shard.shape[0]].copy_(self.shard)
+        mine = self.shard.detach()
+        if not self._sends_shard:
+            self._mine[: mine.shape[0]].copy_(mine)
+            mine = self._mine
         self._work = dist.all_gather_into_tensor(self._gathered, mine, group=self._group, async_op=True)
 
     def wait(self) -> None:
@@ -148,7 +152,10 @@ class PendingGradient:
         """Wait, and add the rows to the shard's gradient, in the shard's dtype."""
         self.work.wait()
         shard = self.weight.shard
-        gradient = self.rows[: shard.shape[0]].to(shard.dtype)
+        gradient = self.rows
+        if gradient.shape != shard.shape:
+            gradient = gradient[: shard.shape[0]]
+        gradient = gradient.to(shard.dtype)
         if shard.grad is None:
             shard.grad = gradient
         else:

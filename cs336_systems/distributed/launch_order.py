@@ -6,22 +6,21 @@ between ranks (a branch of the model that one rank's batch skips), so the order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 class LaunchOrder:
-    """Portions 0, 1, … of parameters, of which portion i is launched as soon as all its parameters are ready and all
-    portions before it have been launched; `launch_rest` launches what is left, ready or not.
+    """Portions 0, 1, … of parameters, of which portion i is to be launched as soon as all its parameters are ready and
+    all portions before it have been launched; `rest` is what is left, ready or not.
 
-    For example, with portions [[2], [1, 0]]: parameters 1 and 0 become ready and nothing happens; parameter 2 becomes
-    ready, and portions 0 and 1 are launched.
+    For example, with portions [[2], [1, 0]]: parameters 1 and 0 become ready and there is nothing to launch; parameter
+    2 becomes ready, and portions 0 and 1 are.
     """
 
-    def __init__(self, portions: Sequence[Sequence[int]], launch: Callable[[int], None]) -> None:
-        """`portions[i]` are portion i's parameters, each in one portion only; `launch(i)` launches portion i."""
+    def __init__(self, portions: Sequence[Sequence[int]]) -> None:
+        """`portions[i]` are portion i's parameters, each in one portion only."""
         self._portions = [list(portion) for portion in portions]
         self._portion_of = {parameter: i for i, portion in enumerate(self._portions) for parameter in portion}
-        self._launch = launch
         self.reset()
 
     def reset(self) -> None:
@@ -34,18 +33,16 @@ class LaunchOrder:
         """Whether the parameter was marked since the last reset."""
         return parameter in self._ready
 
-    def mark_ready(self, parameter: int) -> None:
-        """Note, once, that this parameter's gradient is complete, and launch what can be."""
+    def mark_ready(self, parameter: int) -> range:
+        """Note, once, that this parameter's gradient is complete; returns the portions to launch now, in order."""
         self._ready.add(parameter)
         self._n_waiting[self._portion_of[parameter]] -= 1
+        first = self._next
         while self._next < len(self._portions) and self._n_waiting[self._next] == 0:
-            self._launch_next()
+            self._next += 1
+        return range(first, self._next)
 
-    def launch_rest(self) -> None:
-        """Launch all portions that have not been."""
-        while self._next < len(self._portions):
-            self._launch_next()
-
-    def _launch_next(self) -> None:
-        self._next += 1
-        self._launch(self._next - 1)
+    def rest(self) -> range:
+        """The portions that were not to be launched before, and are now."""
+        first, self._next = self._next, len(self._portions)
+        return range(first, self._next)
