@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 Arguments = TypeVar("Arguments")
@@ -45,6 +46,25 @@ def fail(message: str) -> NoReturn:
         message = f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def show(text: str) -> None:
+    """Prints a result to standard output, at once. That nobody reads it (`| head -1`) is no error; that it does not fit
+    (a full disk) ends the program with status 1."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # What is left in the buffer would fail again as the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            tell(f"error: cannot write to standard output: {error.strerror}")
+            raise SystemExit(1) from None
+
+
+def tell(text: str) -> None:
+    """Prints to standard error for whoever reads it; that nobody does stops nothing."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def command_line() -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +23,10 @@ from cs336_systems.provenance import Provenance
 
 class Unsupported(Exception):
     """What was asked for cannot run on this machine; the message is the row's reason, its status "unsupported"."""
+
+
+class NotWritten(OSError):
+    """One of our own files could not be written, as where the disk is full: not what a measurement itself raises."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class ResultsFile(Generic[Row]):
     """Rows of one kind in `<directory>/<name>.json`, with CSV, Markdown and LaTeX beside it on request.
 
     Each row belongs to a run, and each run has its provenance, so that a resumed file still says where every row is
-    from. An existing file that is not resumed is renamed, never overwritten.
+    from. The files of an earlier run that is not resumed (rows, tables and pictures: `<name>.*` and `<name>_*`) are
+    moved to a folder of their own, never overwritten.
 
     Raises:
         ValueError: the directory cannot be written, or the file to resume has columns that do not fit, or rows of
@@ -77,15 +82,19 @@ class ResultsFile(Generic[Row]):
                 self._read()
                 self._check_same_machine(provenance)
             else:
-                stamp = datetime.fromtimestamp(self.path.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
-                self.path.rename(self.path.with_name(f"{name}-{stamp}.json"))
+                self._set_aside()
         self.runs.append(provenance)
 
     def append(self, row: Row) -> None:
-        """Adds a row and puts the whole file on disk. Raises OSError if it can't; the file then is as it was before."""
+        """Adds a row and puts the whole file on disk. Raises NotWritten if it can't; all then is as it was before."""
         self.rows.append(row)
         self._run_of_row.append(len(self.runs) - 1)
-        self._write()
+        try:
+            self._write()
+        except BaseException:
+            self.rows.pop()
+            self._run_of_row.pop()
+            raise
 
     def used_runs(self) -> list[Provenance]:
         """The runs that have rows, in order."""
@@ -112,6 +121,20 @@ class ResultsFile(Generic[Row]):
             "rows": [{"run": run, **_as_dict(row)} for run, row in zip(self._run_of_row, self.rows, strict=True)],
         }
         write_atomically(self.path, json.dumps(document, indent=1) + "\n")
+
+    def _set_aside(self) -> None:
+        """Moves the earlier run's files into a folder that is named after its end, e.g. benchmark-20260131-120000."""
+        name = self.path.stem
+        stamp = datetime.fromtimestamp(self.path.stat().st_mtime, UTC).strftime("%Y%m%d-%H%M%S")
+        earlier = [path for path in self.directory.iterdir() if path.name.startswith((f"{name}.", f"{name}_"))]
+        folder = self.directory / f"{name}-{stamp}"
+        for number in count(2):
+            if not folder.exists():
+                break
+            folder = self.directory / f"{name}-{stamp}-{number}"
+        folder.mkdir()
+        for path in earlier:
+            path.rename(folder / path.name)
 
     def _read(self) -> None:
         self.runs, self.rows, self._run_of_row = read_results(self.path, self.row_type)
@@ -162,33 +185,21 @@ def check_writable(directory: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the file whole, or leaves it as it was and raises OSError."""
+    """Replaces the file whole, or leaves it as it was and raises NotWritten."""
     temporary = path.parent / f".{path.name}-{os.getpid()}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise NotWritten(error.errno, error.strerror, str(path)) from error
         raise
-
-
-@contextmanager
-def explaining_full_disk(results: ResultsFile) -> Generator[None]:
-    """Ends the program with a line instead of a traceback where files cannot be written: status 1, and how to go on."""
-    try:
-        yield
-    except OSError as error:
-        rows = f"the {len(results.rows)} rows before" if results.rows else "no row"
-        print(
-            f"error: cannot write under {results.directory}: {error.strerror}; {rows} remain in {results.path.name}. "
-            "Make room, and --resume goes on from there.",
-            file=sys.stderr,
-        )
-        raise SystemExit(1) from None
 
 
 _locked_folders: set[Path] = set()

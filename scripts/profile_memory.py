@@ -59,7 +59,7 @@ class Arguments:
 
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
-    from cs336_systems.benchmarking.grouped_sweep import measure_into_files
+    from cs336_systems.benchmarking.into_files import measure_into_files
     from cs336_systems.benchmarking.model_benchmark import cell_label
     from cs336_systems.benchmarking.sweep import run_sweep
     from cs336_systems.configs import named_cells

@@ -38,11 +38,24 @@ def test_rows_survive_the_file_and_know_their_run(tmp_path):
     assert [runs[index].date for index in run_of_row] == ["2026-01-31 12:00", "2026-02-01 08:00"]
 
 
-def test_a_new_run_keeps_the_old_file_under_another_name(tmp_path):
-    ResultsFile(tmp_path, "bench", _Row, RUN).append(_Row("old", 1, 1.0))
-    ResultsFile(tmp_path, "bench", _Row, RUN).append(_Row("new", 1, 1.0))
-    names = sorted(json.loads(path.read_text())["rows"][0]["name"] for path in tmp_path.glob("bench*.json"))
-    assert names == ["new", "old"]
+def test_a_new_run_keeps_the_old_runs_files_together(tmp_path):
+    others = ("benches.json", "bench-2.png")
+    for name in others:
+        (tmp_path / name).write_text("{}")
+    for run in ("first", "second", "third"):  # within a second, perhaps
+        results = ResultsFile(tmp_path, "bench", _Row, RUN)
+        results.append(_Row(run, 1, 1.0))
+        results.write_tables()
+        (tmp_path / "bench.png").write_text(run)
+        (tmp_path / "bench_times.png").write_text(run)
+    files = {f"bench.{kind}" for kind in ("json", "csv", "md", "tex", "png")} | {"bench_times.png"}
+    folders = {(path / "bench.png").read_text(): path for path in tmp_path.iterdir() if path.is_dir()}
+    assert set(folders) == {"first", "second"}
+    for run, folder in {**folders, "third": tmp_path}.items():
+        assert [row.name for row in read_results(folder / "bench.json", _Row)[1]] == [run]
+        assert (folder / "bench_times.png").read_text() == run
+        assert {path.name for path in folder.iterdir() if path.is_file()} - {*others} == files
+    assert all((tmp_path / name).exists() for name in others)  # no file of this name's
 
 
 def test_resuming_on_another_card_is_refused(tmp_path):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
-from cs336_systems.benchmarking.run_benchmark import resolve_device
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
@@ -133,23 +133,24 @@ def run_convergence(
         base_config = TrainConfig(**base, device=device, out=out)
         _, _, tokens = check_run(base_config)
         results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
-    try:
+
+    def sweep() -> None:
         for value in seed:
             for name in variant:
                 if not any((row.variant, row.seed) == (name, value) for row in results.rows):
                     folder = out / name / f"seed-{value}"
                     row = _train(base_config, name, value, processes, folder, resume, tokens, provenance)
                     results.append(row)
-    except KeyboardInterrupt:
-        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
-        raise SystemExit(130) from None
-    finally:
-        if results.rows:
-            note = convergence_table(results.rows)
-            results.write_tables(ROW_COLUMNS, note)
-            print(note)
-            plot_convergence(results.rows, out, out / "convergence.png")
+
+    sweep_into_files(results, sweep, _write_files)
     return results.rows
+
+
+def _write_files(results: ResultsFile) -> str:
+    note = convergence_table(results.rows)
+    results.write_tables(ROW_COLUMNS, note)
+    plot_convergence(results.rows, results.directory, results.path.with_suffix(".png"))
+    return note
 
 
 def _train(

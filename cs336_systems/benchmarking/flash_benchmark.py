@@ -21,7 +21,8 @@ from cs336_systems.benchmarking.attention_cells import (
     reset_peak,
     without_leftovers,
 )
-from cs336_systems.benchmarking.grouped_sweep import Skipped, measure_into_files, run_grouped_sweep
+from cs336_systems.benchmarking.grouped_sweep import Skipped, run_grouped_sweep
+from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.configs import check
 from cs336_systems.records import ResultsFile
 

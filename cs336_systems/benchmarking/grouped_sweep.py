@@ -7,22 +7,16 @@ group, and where the system kills a group's process, a fresh one goes on behind 
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
-from cs336_systems.benchmarking.run_benchmark import resolve_device
-from cs336_systems.cli import refusing_bad_input
-from cs336_systems.records import ResultsFile, Unsupported, check_writable, explaining_full_disk
+from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
+from cs336_systems.records import ResultsFile, Unsupported
 
 Measure = Callable[[Any], dict[str, Any]]
 
@@ -55,17 +49,16 @@ def run_grouped_sweep(
         OSError: a row could not be written; the rows before it are on disk.
     """
     groups: dict[Hashable, list[Any]] = defaultdict(list)
-    for cell in cells:
-        if not any(_is_row_of(row, cell) for row in results.rows):
-            groups[group_of(cell)].append(cell)
-    missing = sum(map(len, groups.values()))
-    with tqdm(total=len(cells), initial=len(cells) - missing, unit="cell", file=sys.stderr) as bar:
+    for cell in unmeasured(cells, results):
+        groups[group_of(cell)].append(cell)
+    with progress(len(cells), len(cells) - sum(map(len, groups.values()))) as bar:
         for group in groups.values():
             done = 0
 
             def add(outcome: Outcome, group: list[Any] = group) -> None:
                 nonlocal done
-                results.append(_row(results.row_type, group[done], known(group[done]), outcome))
+                cell = group[done]
+                results.append(make_row(results.row_type, cell, outcome, {**known(cell), **(outcome.value or {})}))
                 done += 1
                 bar.update()
                 if done < len(group):
@@ -76,16 +69,6 @@ def run_grouped_sweep(
                 outcome = _measure_in_a_process(make_measure, group[done:], add)
                 if outcome.status != "ok":  # the process's own end, in the cell after those that it reported
                     add(outcome)
-
-
-def _is_row_of(row: Any, cell: Any) -> bool:
-    return all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__)
-
-
-def _row(row_type: Any, cell: Any, known: dict[str, Any], outcome: Outcome) -> Any:
-    empty = dict.fromkeys(row_type.__dataclass_fields__)
-    ending = {"status": outcome.status, "reason": outcome.reason}
-    return row_type(**{**empty, **asdict(cell), **known, **(outcome.value or {}), **ending})
 
 
 def _measure_in_a_process(
@@ -146,41 +129,3 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def measure_into_files(
-    command: str,
-    name: str,
-    row_type: Any,
-    make_cells: Callable[[str], list[Any]],
-    sweep: Callable[[list[Any], ResultsFile], None],
-    write_files: Callable[[ResultsFile], str],
-    *,
-    device: str,
-    out: Path,
-    resume: bool,
-) -> list[Any]:
-    """From arguments to files under `out`: check, measure, print the tables; returns the rows.
-
-    `make_cells(device)` raises ValueError for what cannot be, `sweep` measures, and `write_files` writes all but the
-    JSON file and returns what a person reads. Bad input ends the program with status 2 before anything is built; Ctrl-C
-    and errors leave the rows so far on disk.
-    """
-    with refusing_bad_input():
-        make_cells("cuda" if device == "auto" else device)
-        check_writable(out)
-        device, provenance = resolve_device(device, command)
-        cells = make_cells(device)
-        results = ResultsFile(out, name, row_type, provenance, resume=resume)
-    try:
-        with explaining_full_disk(results):
-            sweep(cells, results)
-    except KeyboardInterrupt:
-        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
-        raise SystemExit(130) from None
-    finally:
-        with explaining_full_disk(results):
-            if results.rows:
-                print(write_files(results))
-                print(f"Rows, tables and plots: {out}/{name}*", file=sys.stderr)
-    return results.rows

@@ -14,7 +14,7 @@ from typing import Any
 
 from cs336_systems.accounting.flops import attention_flops, peak_tflops
 from cs336_systems.benchmarking.attention_cells import AttentionCell, check_not_empty, prepare_device, torch_dtype
-from cs336_systems.benchmarking.grouped_sweep import measure_into_files
+from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import check
 from cs336_systems.records import ResultsFile, Statistics

@@ -5,16 +5,14 @@ The counterpart of sweep.py, whose cells need one process.
 
 from __future__ import annotations
 
-import sys
+import signal
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from cs336_systems.benchmarking.isolation import is_out_of_memory
-from cs336_systems.benchmarking.run_benchmark import resolve_device
+from cs336_systems.benchmarking.into_files import resolve_device
+from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
+from cs336_systems.benchmarking.sweep import make_row, progress
 from cs336_systems.distributed.process_group import (
     GroupOptions,
     RankContext,
@@ -49,25 +47,29 @@ def run_rank_sweep(
         RankFailedError: a spawned rank failed otherwise than by memory; the rows so far are on disk. In a launched job
             a rank that runs out of memory ends the job too.
     """
-    for cell in tqdm(cells, unit="cell", file=sys.stderr, disable=results is None):
-        options = GroupOptions(cell.device, max_ctas=cell.max_ctas, high_priority=cell.high_priority)
-        status, reason, values = "ok", "", None
-        try:
-            values = run_ranks(measure, cell, world_size=cell.world_size, options=options)
-        except RankFailedError as error:
-            if error.exit_code == -9:
-                status = "killed"
-            elif error.__cause__ is not None and is_out_of_memory(error.__cause__):
-                status = "oom"
-            else:
-                raise
-            reason = str(error).splitlines()[0]
-        if results is None:
-            continue
-        blank = dict.fromkeys(results.row_type.__dataclass_fields__)
-        measured = complete(cell, values[0]) if values is not None else {}
-        results.append(results.row_type(**{**blank, **asdict(cell), **measured, "status": status, "reason": reason}))
-        tqdm.write(f"{label(cell)}: {status}", file=sys.stderr)
+    with progress(len(cells), disable=results is None) as bar:
+        for cell in cells:
+            bar.set_description(label(cell))
+            outcome = _measure_on_ranks(measure, cell)
+            if results is not None:
+                values = complete(cell, outcome.value) if outcome.status == "ok" else {}
+                results.append(make_row(results.row_type, cell, outcome, values))
+            bar.update()
+
+
+def _measure_on_ranks(measure: Callable[[RankContext, Any], dict[str, Any]], cell: Any) -> Outcome:
+    """Rank 0's results (None on the other ranks of a launched job), or what became of a rank."""
+    options = GroupOptions(cell.device, max_ctas=cell.max_ctas, high_priority=cell.high_priority)
+    try:
+        values = run_ranks(measure, cell, world_size=cell.world_size, options=options)
+    except RankFailedError as error:
+        reason = str(error).splitlines()[0]
+        if error.exit_code == -signal.SIGKILL:
+            return Outcome("killed", reason=reason)
+        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            return Outcome("oom", reason=reason)
+        raise
+    return Outcome("ok", value=None if values is None else values[0])
 
 
 def resolve_ranks_device(device: str) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.layer_norm_precision import (
     LAYER_NORM_COLUMNS,
@@ -30,7 +30,6 @@ from cs336_systems.benchmarking.precision_benchmark import (
     precision_columns,
     speedup_table,
 )
-from cs336_systems.benchmarking.run_benchmark import resolve_device
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import BenchmarkCell, check, named_cells
@@ -86,16 +85,11 @@ def _write(
 
 
 def _benchmark(cells: list[BenchmarkCell], results: ResultsFile, out: Path) -> None:
-    try:
-        run_sweep(cells, measure_precision_cell, results, cell_label)
-    except KeyboardInterrupt:
-        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
-        raise SystemExit(130) from None
-    finally:
-        if results.rows:
-            rows = results.rows
-            notes = [table_note(rows), cache_note(rows), speedup_table(rows)]
-            columns = precision_columns(rows, table_columns(rows))
-            print(results.write_tables(columns, "\n\n".join(note for note in notes if note)))
-            plot_phases(rows, out / "benchmark.png")
-            print(f"Rows, tables and plot: {out}/benchmark.{{json,csv,md,tex,png}}", file=sys.stderr)
+    def write_files(results: ResultsFile) -> str:
+        rows = results.rows
+        plot_phases(rows, out / "benchmark.png")
+        notes = [table_note(rows), cache_note(rows), speedup_table(rows)]
+        columns = precision_columns(rows, table_columns(rows))
+        return results.write_tables(columns, "\n\n".join(note for note in notes if note))
+
+    sweep_into_files(results, lambda: run_sweep(cells, measure_precision_cell, results, cell_label), write_files)

@@ -6,13 +6,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
 from tqdm import tqdm
 
-from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.benchmarking.isolation import Outcome, run_isolated
 from cs336_systems.records import ResultsFile
 
 
@@ -38,28 +38,55 @@ def run_sweep(
         RuntimeError: a measurement failed otherwise than by memory; the rows so far are on disk.
         OSError: a row could not be written; the rows before it are on disk.
     """
-    to_measure = [cell for cell in cells if not any(_is_row_of(row, cell) for row in results.rows)]
-    with tqdm(total=len(cells), initial=len(cells) - len(to_measure), unit="cell", file=sys.stderr) as bar:
+    to_measure = unmeasured(cells, results)
+    with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))
             with _compile_caches(getattr(cell, "cold_caches", False)) as environment:
                 outcome = run_isolated(measure, cell, environment=environment)
-            results.append(
-                results.row_type(
-                    **{
-                        **dict.fromkeys(results.row_type.__dataclass_fields__),
-                        **asdict(cell),
-                        "status": outcome.status,
-                        "reason": outcome.reason,
-                        **complete(cell, outcome.value or {}),
-                    }
-                )
-            )
+            results.append(make_row(results.row_type, cell, outcome, complete(cell, outcome.value or {})))
             bar.update()
 
 
-def _is_row_of(row: Any, cell: Any) -> bool:
-    return all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__)
+def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
+    """The cells of which `results` has no row: whatever became of such a row, it is not measured again."""
+    return [
+        cell
+        for cell in cells
+        if not any(
+            all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__) for row in results.rows
+        )
+    ]
+
+
+def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, Any]) -> Any:
+    """A row of the cell's parameters, the outcome's status and reason, and `values` (which may name their own); None
+    where there is no value."""
+    ending = {"status": outcome.status, "reason": outcome.reason}
+    return row_type(**{**dict.fromkeys(row_type.__dataclass_fields__), **asdict(cell), **ending, **values})
+
+
+def progress(n_cells: int, n_done: int = 0, disable: bool = False) -> Any:
+    """A progress bar over cells, of which the first are done. That nobody can read it any more stops no measurement."""
+    return tqdm(total=n_cells, initial=n_done, unit="cell", file=_WhileItCan(), disable=disable)
+
+
+class _WhileItCan:
+    """Standard error, and nothing once that cannot be written to."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()  # tqdm asks it for the terminal's width
 
 
 @contextmanager

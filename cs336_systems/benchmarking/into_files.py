@@ -1,0 +1,103 @@
+"""From a sweep's arguments to its files: check, find the device, measure, and write rows, tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.cli import refusing_bad_input, show, tell
+from cs336_systems.configs import check
+from cs336_systems.provenance import Provenance, collect_provenance
+from cs336_systems.records import NotWritten, ResultsFile, check_writable
+
+
+def measure_into_files(
+    command: str,
+    name: str,
+    row_type: Any,
+    make_cells: Callable[[str], list[Any]],
+    sweep: Callable[[list[Any], ResultsFile], None],
+    write_files: Callable[[ResultsFile], str],
+    *,
+    device: str,
+    out: Path,
+    resume: bool,
+) -> list[Any]:
+    """From arguments to files under `out`: check, measure, print the tables; returns the rows.
+
+    `make_cells(device)` raises ValueError for what cannot be, `sweep` measures, and `write_files` writes all but the
+    JSON file and returns what a person reads. Bad input ends the program with status 2 before anything is built; Ctrl-C
+    and errors leave the rows so far on disk.
+    """
+    with refusing_bad_input():
+        make_cells("cuda" if device == "auto" else device)
+        check_writable(out)
+        device, provenance = resolve_device(device, command)
+        cells = make_cells(device)
+        results = ResultsFile(out, name, row_type, provenance, resume=resume)
+    sweep_into_files(results, lambda: sweep(cells, results), write_files)
+    return results.rows
+
+
+def sweep_into_files(
+    results: ResultsFile, sweep: Callable[[], None], write_files: Callable[[ResultsFile], str]
+) -> None:
+    """Calls `sweep()`, which adds rows to `results`; then, whatever ended it, writes the files and prints their text.
+
+    Raises:
+        SystemExit: 130 after Ctrl-C, 1 where a file could not be written, each after a line that says how to go on.
+    """
+    try:
+        with _explaining(NotWritten, results):
+            sweep()
+    except KeyboardInterrupt:
+        tell("\nInterrupted; --resume goes on from here.")
+        raise SystemExit(130) from None
+    finally:
+        if results.rows:
+            with _explaining(OSError, results):  # all that happens here is writing
+                text = write_files(results)
+            show(text)
+            tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
+
+
+@contextmanager
+def _explaining(error_type: type[OSError], results: ResultsFile) -> Generator[None]:
+    """Ends the program with a line instead of a traceback where files cannot be written: status 1, and how to go on."""
+    try:
+        yield
+    except error_type as error:
+        rows = f"the {len(results.rows)} rows before" if results.rows else "no row"
+        tell(
+            f"error: cannot write under {results.directory}: {error.strerror}; {rows} remain in {results.path.name}. "
+            "Make room, and --resume goes on from there."
+        )
+        raise SystemExit(1) from None
+
+
+def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
+    """What `device` stands for on this machine ("auto": a GPU if there is one), and the run's provenance.
+
+    Asked in a process of its own, so that this one never opens the card. Raises ValueError where there is no such card.
+    """
+    outcome = run_isolated(_probe, device, command)
+    check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
+    resolved, provenance, available = outcome.value
+    check(resolved in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
+    return resolved, provenance
+
+
+def _probe(device: str, command: str) -> tuple[str, Provenance, list[str]]:
+    import torch
+
+    available = ["cpu"]
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    if torch.cuda.is_available():
+        available += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if device == "auto":
+        device = "cuda" if "cuda" in available else "mps" if "mps" in available else "cpu"
+    return device, collect_provenance(command, device if device in available else "cpu"), available
