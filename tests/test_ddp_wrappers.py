@@ -244,8 +244,10 @@ def test_two_backward_passes_before_finish_are_right_or_refused(name: str) -> No
 
 
 def _float16_sum_overflows(context: RankContext, name: str) -> list[float]:
-    wrapped = WRAPPERS[name](nn.Linear(1, 1, bias=False).half())
-    (wrapped(torch.ones(1, 1, dtype=torch.float16)) * 40_000.0).sum().backward()  # two sum to more than 65,504
+    wrapped = WRAPPERS[name](nn.Linear(1, 1, bias=False).half().to(context.device))
+    (
+        wrapped(torch.ones(1, 1, dtype=torch.float16, device=context.device)) * 40_000.0
+    ).sum().backward()  # two sum to more than 65,504
     finish(wrapped)
     return wrapped.module.weight.grad.flatten().tolist()
 

@@ -98,10 +98,14 @@ def test_gradients_of_large_layers() -> None:
 
 def _memory(context: RankContext) -> tuple[int, int]:
     """Bytes held after wrapping, and the peak of a step that knows the order, beyond gradients and activations."""
-    module = _layers(context.device)
-    model = FSDP(module)
-    held = torch.cuda.memory_allocated(context.device)
     x = _input(context.rank, context.device)
+    module = _layers(context.device)
+    module(x).sum().backward()  # cuBLAS takes its workspaces
+    module.zero_grad()
+    before = torch.cuda.memory_allocated(context.device)
+    model = FSDP(module)
+    held = N_LAYERS * WEIGHT_BYTES + torch.cuda.memory_allocated(context.device) - before
+    others = before - N_LAYERS * WEIGHT_BYTES
     for _ in range(2):
         model.zero_grad()
         torch.cuda.synchronize()
@@ -110,14 +114,14 @@ def _memory(context: RankContext) -> tuple[int, int]:
         model.finish_gradient_synchronization()
     torch.cuda.synchronize()
     shards = N_LAYERS * WEIGHT_BYTES // context.world_size
-    return held, torch.cuda.max_memory_allocated(context.device) - 2 * shards
+    return held, torch.cuda.max_memory_allocated(context.device) - others - 2 * shards
 
 
 def test_memory_is_the_shards_and_a_few_whole_weights() -> None:
     for held, beyond in spawn_ranks(_memory, world_size=2, options=OPTIONS):
         assert held == pytest.approx(N_LAYERS * WEIGHT_BYTES / 2, rel=0.02)
-        # The weight in use, two ahead, the gradient just made, two that travel with their results, and activations.
-        assert beyond < 8 * WEIGHT_BYTES
+        # The weight in use, two ahead, the gradient just made and two that travel; activations take 0.3 of a weight.
+        assert beyond < 6.5 * WEIGHT_BYTES
 
 
 def _host_runs_ahead(context: RankContext) -> bool:

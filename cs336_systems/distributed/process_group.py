@@ -130,6 +130,7 @@ def _placement_from_environment() -> Placement:
 def _nccl_options(options: GroupOptions) -> Any:
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options.is_high_priority_stream = options.high_priority
+    nccl_options._timeout = timedelta(seconds=options.timeout_s)  # or init_process_group warns that its own wins
     if options.max_ctas is not None:
         nccl_options.config.max_ctas = options.max_ctas
     return nccl_options
