@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -22,6 +23,11 @@ ATTENTION = "attention"  # of the attentions that are not made of those three pa
 CELL_MARK = "cs336 cell "
 
 
+@functools.lru_cache(maxsize=4096)
+def _without_number(name: str) -> str:
+    return re.sub(r" \d+$", "", name)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
     """A named span of time on the host. `thread` None: it was started for the whole process, not for one thread."""
@@ -35,7 +41,7 @@ class Range:
     @property
     def kind(self) -> str:
         """The name without its number: "block" for "block 3"."""
-        return re.sub(r" \d+$", "", self.name)
+        return _without_number(self.name)
 
 
 @dataclass(frozen=True, slots=True)
