@@ -58,6 +58,7 @@ def test_is_causal_is_not_ignored(attention, inputs):
         changed = v.clone()
         changed[:, -1] += 100.0  # the last value: seen by the last query only
         causal, causal_changed = (attention.apply(q, k, x, True) for x in (v, changed))
-        assert torch.equal(causal[:, :-1], causal_changed[:, :-1])
+        # Float32 in parts has one exponent for all values of a head: the last may change the others' last bits.
+        torch.testing.assert_close(causal[:, :-1], causal_changed[:, :-1], rtol=1e-5, atol=1e-6)
         assert not torch.equal(causal[:, -1], causal_changed[:, -1])
         assert not torch.allclose(attention.apply(q, k, v, False), causal)

@@ -193,11 +193,11 @@ def test_extreme_scores(dtype, is_causal):
 # On a GPU float32 is multiplied in parts anyway; the interpreter multiplies it as it is, unless told so.
 @pytest.fixture
 def in_parts(monkeypatch):
-    monkeypatch.setattr(triton_launch, "_dot_precision", lambda dtype, arch: "fp16x3")
+    monkeypatch.setattr(triton_launch, "_dot_precision", lambda *_: "fp16x3")
     monkeypatch.setattr(triton_launch, "_plans", {})
 
 
-@pytest.mark.parametrize(("size_of_v", "size_of_do"), [(1.0, 1.0), (1e-9, 1e3), (1e20, 1e-20), (1.0, 0.0)])
+@pytest.mark.parametrize(("size_of_v", "size_of_do"), [(1e-9, 1e3), (1e20, 1e-20), (1.0, 0.0)])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -236,8 +236,8 @@ def test_float32_in_parts_measures_long_heads_block_by_block(in_parts, monkeypat
     from cs336_systems.attention import triton_plan
 
     monkeypatch.setattr(triton_plan, "MAX_BLOCKS", 2)
-    q, k, v, do = draw(heads=1, n_queries=1300, n_keys=40, head_dim=16)
-    q[:, :, 1290] *= 1e4
+    q, k, v, do = draw(heads=1, n_queries=700, n_keys=17, head_dim=16)
+    q[:, :, 690] *= 1e4
     o, lse = flash_forward(q, k, v, False, 1e-3)
     expected = reference(q, k, v, do, False, 1e-3)
     assert (o.double() - expected[0]).abs().max() < 1e-5
@@ -245,13 +245,13 @@ def test_float32_in_parts_measures_long_heads_block_by_block(in_parts, monkeypat
 
 
 def test_float32_in_parts_keeps_what_is_not_finite_to_its_row(in_parts):
-    q, k, v, do = draw(heads=1, n_queries=40, n_keys=40)
-    q[:, :, 3], v[:, :, 39] = math.nan, math.inf
+    q, k, v, do = draw(heads=1, n_queries=200, n_keys=200)
+    q[:, :, 3], v[:, :, 199] = math.nan, math.inf
     o, _ = flash_forward(q, k, v, True, 0.25)
-    seen = torch.ones(40, dtype=torch.bool, device=DEVICE)
-    seen[[3, 39]] = False
+    seen = torch.ones(200, dtype=torch.bool, device=DEVICE)
+    seen[[3, 199]] = False
     expected = reference(q[:, :, seen], k[:, :, seen], v[:, :, seen], do[:, :, seen], True, 0.25)[0]
-    rows = torch.arange(40, device=DEVICE) < 3
+    rows = torch.arange(200, device=DEVICE) < 3
     assert (o[:, :, rows].double() - expected[:, :, :3]).abs().max() < 1e-5
     # Keys of one tile are multiplied together, and 0·inf is NaN: those rows are, here and in any tiled kernel.
     assert torch.isnan(o[:, :, 3]).all()

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def exact(q, k, v, do, is_causal) -> list[Tensor]:
 # Each head_dim and group is another compilation, so those are drawn from few; lengths, batches and seeds are free.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 2),
@@ -71,12 +71,24 @@ def test_the_error_is_at_most_one_and_a_half_times_sdpas(
         ),
         q, k, v, do,
     )  # fmt: skip
+    # Where gradients cancel to nothing (one key, say), what is left is the rounding of their terms.
+    terms = do.norm() * v.norm(dim=-1).max() * head_dim**-0.5
+    terms = {"o": 0.0, "dv": 0.0, "dq": terms * k.norm(dim=-1).max(), "dk": terms * q.norm(dim=-1).max()}
     for name, x, sdpa, reference in zip(("o", "dq", "dk", "dv"), ours, sdpas, expected, strict=True):
-        norm = reference.norm().item()
-        error, allowed = ((y.double() - reference).norm().item() / max(norm, 1e-30) for y in (x, sdpa))
-        # Where SDPA happens to be exact (one key, say), a quarter of the rounding of the result itself.
-        floor = torch.finfo(dtype).eps / 4 if norm > 1e-6 else 1.0
-        assert error <= max(1.5 * allowed, floor), f"{name}: {error:.2e}, SDPA {allowed:.2e}"
+        error, sdpas_error = ((y.double() - reference).norm().item() for y in (x, sdpa))
+        # Where SDPA happens to be exact, a quarter of the rounding of the result itself is allowed too.
+        floor = torch.finfo(dtype).eps / 4 * reference.norm().item() + 2**-22 * float(terms[name])
+        assert error <= max(1.5 * sdpas_error, floor), f"{name}: {error:.2e}, SDPA {sdpas_error:.2e}"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lengths_at_which_descriptors_are_used(dtype, head_dim, is_causal):
+    inputs = draw(1, 4, 2, 4200, 4130, head_dim, dtype)
+    actual = output_and_gradients(lambda *x: flash_attention(*x, is_causal, implementation="triton"), *inputs)
+    for x, reference in zip(actual, exact(*inputs, is_causal), strict=True):
+        assert (x.double() - reference).norm() <= (1e-2 if dtype == torch.bfloat16 else 3e-6) * reference.norm()
 
 
 def test_batches_past_two_to_the_31_elements():
@@ -167,7 +179,9 @@ def test_memory_is_linear_in_length_and_no_more_than_sdpas(dtype):
         peak_bytes(attention, 1024)  # workspaces and compilation
     short, long = peak_bytes(ours, 4096), peak_bytes(ours, 16384)
     assert long <= 4.05 * short
-    assert long <= 1.05 * peak_bytes(sdpa, 16384)
+    # Float32 in parts keeps q, k, v and dO a second time while it runs.
+    allowed = 1.05 if dtype == torch.bfloat16 else 1.4
+    assert long <= allowed * peak_bytes(sdpa, 16384)
 
 
 def test_a_thousand_repeats_are_equal_bit_for_bit():

@@ -22,6 +22,7 @@ from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Passes, Prob
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SMALLEST_SCALE = 1e-30
+_SHORT_SCORES = 512 * 512  # queries times keys of a head
 _MAX_PLANS = 4096  # every new length makes one: they must not pile up for ever
 _TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its environment
 
@@ -39,13 +40,16 @@ def _gpu_of(device: torch.device) -> Gpu:
     )
 
 
-def _dot_precision(dtype: torch.dtype, arch: int) -> str:
+def _dot_precision(dtype: torch.dtype, arch: int, is_short: bool = False) -> str:
     """How products of float32 are made. They honour torch's setting: "tf32" where that allows it, else three products
-    of float16 parts on tensor cores, as accurate as SDPA's (`triton_split.py`). Before sm_80 Triton has no tensor-core
-    products, and they are float32's own ("ieee")."""
+    of float16 parts on tensor cores, as accurate as SDPA's (`triton_split.py`). Short calls, whose time is that of
+    launches, are spared the two that make the parts: three products of TF32 parts ("tf32x3") need none. Before sm_80
+    Triton has no tensor-core products, and they are float32's own ("ieee")."""
     if dtype != torch.float32 or arch < 80:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp16x3"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "tf32x3" if is_short else "fp16x3"
 
 
 def _check_supported(q: Tensor) -> None:
@@ -68,6 +72,8 @@ def make_problem(
     and the call. scale must not be negative; gpu is by default the one that q is on."""
     heads, kv_heads = (1, 1) if q.ndim == 3 else (q.shape[1], k.shape[1])
     head_dim = q.shape[-1]
+    n_scores = q.shape[-2] * k.shape[-2]
+    is_short = n_scores <= _SHORT_SCORES and q.shape[0] * heads * n_scores <= 16 * _SHORT_SCORES
     gpu = gpu or (_gpu_of(q.device) if q.is_cuda else INTERPRETER)
     return Problem(
         batch=q.shape[0],
@@ -82,7 +88,7 @@ def make_problem(
         scale=max(scale, _SMALLEST_SCALE),  # -inf·0, of a masked score, would be NaN
         dropout_p=dropout_p,
         dropout_scale=1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        precision=_dot_precision(q.dtype, gpu.arch),
+        precision=_dot_precision(q.dtype, gpu.arch, is_short),
         gpu=gpu,
     )
 
@@ -90,12 +96,17 @@ def make_problem(
 def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: int = 0) -> None:
     """Launch a plan's steps on the tensors that it was made for, on their device's current stream."""
     first = tensors[0]
-    for shape, dtype in plan.scratch:
-        tensors = (*tensors, torch.empty(shape, dtype=dtype, device=first.device))
     pointers = [x.data_ptr() for x in tensors]
+    buffer = None
+    if plan.scratch_bytes:  # one allocation serves all
+        buffer = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=first.device)
+        address = buffer.data_ptr()
+        pointers += [address + scratch.offset for scratch in plan.scratch]
     is_aligned = _are_aligned(pointers)
     hooks = triton.knobs.runtime  # a profiler's
     is_direct = is_aligned and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
+    if buffer is not None and (not is_direct or plan.needs_tensors or None in plan.compiled):
+        tensors = (*tensors, *(scratch.of(buffer) for scratch in plan.scratch))
     stream = None
     for i, step in enumerate(plan.steps):
         seeds = (seed, offset) if step.takes_seed else ()

@@ -4,10 +4,12 @@ A plan depends on shapes, strides, dtype and flags only. `triton_launch.py` make
 those: below a length of about 4,096 the host's work takes longer than the kernels.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cs336_systems.attention.triton_backward import flash_backward_kernel, flash_preprocess_kernel
 from cs336_systems.attention.triton_forward import flash_combine_kernel, flash_forward_kernel
@@ -53,12 +55,37 @@ class Step(NamedTuple):
     constants: tuple[Any, ...]
 
 
+class Scratch(NamedTuple):
+    """A tensor that the steps of a plan share, contiguous, somewhere in a buffer of bytes."""
+
+    shape: Shape
+    dtype: torch.dtype
+    offset: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
 class LaunchPlan(NamedTuple):
-    scratch: tuple[tuple[Shape, torch.dtype], ...]
+    scratch: tuple[Scratch, ...]
+    scratch_bytes: int
     steps: tuple[Step, ...]
     compiled: list[Any]  # a step's compiled kernel, once it has run
     passes: Passes
+    needs_tensors: bool  # a descriptor is made of one
     copies_do: bool = False  # the plan is for a contiguous copy of do
+
+
+def _launch_plan(
+    scratch: Sequence[tuple[Shape, torch.dtype]], steps: Sequence[Step], passes: Passes, copies_do: bool = False
+) -> LaunchPlan:
+    placed, end = [], 0
+    for shape, dtype in scratch:
+        placed.append(Scratch(shape, dtype, end))
+        end += -(-math.prod(shape) * dtype.itemsize // 512) * 512  # as torch's allocator aligns
+    needs_tensors = any(isinstance(operand, Tile) for step in steps for operand in step.operands)
+    return LaunchPlan(tuple(placed), end, tuple(steps), [None] * len(steps), passes, needs_tensors, copies_do)
 
 
 def with_heads(strides: Strides) -> Strides:
@@ -186,7 +213,7 @@ def plan_forward(
             (o_chunks, o, p.batch, p.heads, p.n_queries, n_chunks), False, (p.head_dim, p.block_d, rows),
         )  # fmt: skip
         steps = (*steps, combine)
-    return LaunchPlan(scratch, steps, [None] * len(steps), (("forward", config),))
+    return _launch_plan(scratch, steps, (("forward", config),))
 
 
 def plan_backward(
@@ -248,4 +275,4 @@ def plan_backward(
             (*_constants(p, config), run_dkdv, run_dq),
         )  # fmt: skip
         steps.append(step)
-    return LaunchPlan(scratch, tuple(steps), [None] * len(steps), passes, copies_do)
+    return _launch_plan(scratch, steps, passes, copies_do)
