@@ -58,12 +58,14 @@ def training_memory(
     checkpoint_every: int | None = None,
     sharding: Sharding = "none",
     num_devices: int = 1,
+    keeps_gradients: bool = False,
 ) -> TrainingMemory:
     """Memory of training with AdamW on one of `num_devices`, each with `batch_size` sequences of its own.
 
     Parameters, gradients and AdamW's two moments are float32. They are divided over the devices by `sharding` (ZeRO,
     Rajbhandari et al. 2020, section 5): "optimizer" the moments (stage 1), "gradients" the gradients as well (stage 2),
-    "fsdp" the weights too (stage 3; the norms' weights stay whole).
+    "fsdp" the weights too (stage 3; the norms' weights stay whole). With `keeps_gradients` the gradients' memory lasts
+    from step to step, as that of buckets does into which they are views.
 
     Raises ValueError for an unknown word, or a batch, context, number of devices or `checkpoint_every` out of range.
     """
@@ -79,13 +81,15 @@ def training_memory(
     moments = FLOAT32_BYTES * 2 * (whole if sharding == "none" else share)
     step = (config, batch_size, context_length, precision, attention, checkpoint_every)
     gathered = fsdp_gathered_bytes(config, precision) if sharding == "fsdp" else 0
+    kept, made_anew = (gradients, 0) if keeps_gradients else (0, gradients)
+    moving = _moving_peak(*step, made_anew, keeps_copies=sharding != "fsdp")
     return TrainingMemory(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=moments,
         weight_copies=gathered or autocast_weight_bytes(config, precision, checkpoint_every),
         activations=peak_activation_bytes(*step),
-        peak=parameters + moments + gathered + _moving_peak(*step, gradients, keeps_copies=sharding != "fsdp"),
+        peak=parameters + moments + gathered + kept + moving,
     )
 
 

@@ -100,6 +100,7 @@ def measure_all_reduce(context: Any, cell: AllReduceCell) -> dict[str, Any]:
     times_ms = []
     for _ in range(cell.warmup + cell.repeats):
         # The values: ones become world_size, and are divided back so that repeats neither overflow nor reach zero.
+        dist.barrier()  # or the time would include the wait for a rank that comes late
         synchronize(context.device)
         start = time.perf_counter()
         dist.all_reduce(buffer)
@@ -152,6 +153,11 @@ def fit_rows(rows: Sequence[AllReduceRow]) -> list[AllReduceFit]:
             )
         )
     return fits
+
+
+def all_reduce_label(cell: AllReduceCell) -> str:
+    """For example "2 ranks, 100 MB"."""
+    return f"{cell.world_size} ranks, {cell.size_mb:g} MB"
 
 
 ROW_COLUMNS = {

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from cs336_systems.accounting.training_memory import training_memory
-from cs336_systems.benchmarking.sharding_cells import DIVIDES, MOMENTS, ShardingCell
+from cs336_systems.benchmarking.sharding_cells import DIVIDES, IN_BUCKETS, MOMENTS, ShardingCell
 from cs336_systems.configs import CELL_PARAMETERS, BenchmarkCell
 from cs336_systems.records import Statistics
 
@@ -220,6 +220,7 @@ def _formula(cell: ShardingCell) -> Any:
         cell.attention,
         sharding=DIVIDES[cell.implementation],
         num_devices=cell.world_size,
+        keeps_gradients=cell.implementation in IN_BUCKETS,
     )
 
 

@@ -19,6 +19,8 @@ DIVIDES: dict[str, Sharding] = {
     "fsdp": "fsdp",
     "torch-fsdp2": "fsdp",
 }
+# Those whose gradients are views into buckets, which last from step to step.
+IN_BUCKETS = ("ddp", "sharded-optimizer", "torch-ddp", "torch-zero")
 MOMENTS = ("after build", "before optimizer step", "after optimizer step")
 
 
