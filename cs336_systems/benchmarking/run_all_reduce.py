@@ -12,6 +12,7 @@ from cs336_systems.benchmarking.all_reduce import (
     AllReduceFit,
     AllReduceRow,
     all_reduce_cells,
+    all_reduce_label,
     fit_rows,
     measure_all_reduce,
     plot_all_reduce,
@@ -57,7 +58,7 @@ def run_all_reduce_benchmark(
             high_priority=high_priority,
         )
         results = open_results(out, "all_reduce", AllReduceRow, command, device)
-    run_rank_sweep(cells, measure_all_reduce, results, lambda cell: f"{cell.world_size} ranks, {cell.size_mb:g} MB")
+    run_rank_sweep(cells, measure_all_reduce, results, all_reduce_label)
     if results is None:  # a launched rank other than 0
         return []
     note = "Bandwidths from the median, of the slowest rank in each repeat. MB is 10**6 bytes, GB 10**9."
