@@ -103,16 +103,21 @@ class Trace:
 
     def kinds(self) -> list[str]:
         """The kinds of ranges in which some kernel was launched, in order of their first appearance."""
-        launched_in = {id(opened) for kernel in self.kernels for opened in kernel.ranges}
-        return list(dict.fromkeys(opened.kind for opened in self.ranges if id(opened) in launched_in))
+        return list(dict.fromkeys(opened.kind for opened in self.ranges if opened.kind in self._launched_in))
 
     def within(self, kind: str | None) -> list[Kernel]:
-        """The kernels launched in ranges of a kind; None: those launched in a step, or all where none is marked."""
-        if kind is None:
-            kind = STEP
-            if not self.steps:
-                return self.kernels
-        return [kernel for kernel in self.kernels if kernel.is_in(kind)]
+        """The kernels launched in ranges of a kind or name; None: those launched in a step, or all without steps."""
+        if kind is None and not self.steps:
+            return self.kernels
+        return self._launched_in.get(kind or STEP, [])
+
+    @functools.cached_property
+    def _launched_in(self) -> dict[str, list[Kernel]]:
+        kernels: dict[str, list[Kernel]] = defaultdict(list)
+        for kernel in self.kernels:
+            for name in {name for opened in kernel.ranges for name in (opened.kind, opened.name)}:
+                kernels[name].append(kernel)
+        return dict(kernels)
 
 
 class OpenRanges:
