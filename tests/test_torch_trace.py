@@ -12,6 +12,7 @@ import torch
 from cs336_systems.configs import named_cell
 from cs336_systems.profiling.kernel_tables import class_table, kernel_table, range_table
 from cs336_systems.profiling.nsys_report import read_report
+from cs336_systems.profiling.overlap import step_intervals
 from cs336_systems.profiling.step_time import step_time
 from cs336_systems.profiling.torch_trace import profile_workload, read_torch_trace
 from cs336_systems.profiling.trace import Trace
@@ -64,6 +65,7 @@ def test_one_step_recorded_by_both_profilers_gives_the_same_tables(tmp_path: Pat
         assert kernel_table(from_torch, kind) == kernel_table(from_nsys, kind)
     assert range_table(from_torch) == range_table(from_nsys)
     assert step_time(from_torch) == step_time(from_nsys)
+    assert step_intervals(from_torch) == step_intervals(from_nsys)
     assert from_torch.gpu == from_nsys.gpu
 
 
