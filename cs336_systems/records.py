@@ -149,6 +149,24 @@ class ResultsFile(Generic[Row]):
                     )
 
 
+class DetailRows(Generic[Row]):
+    """A second file, of rows that come several at a time with each of a sweep's own.
+
+    `results` are the sweep's own rows; this file lies beside them, `<name>.json`. A measurement has its details under
+    `key`: a list of dicts of `row_type`'s fields, but for the cell's.
+    """
+
+    def __init__(self, results: ResultsFile, name: str, row_type: type[Row], key: str, resume: bool = False) -> None:
+        self.file = ResultsFile(results.directory, name, row_type, results.runs[-1], resume=resume)
+        self._key = key
+
+    def complete(self, cell: Any, measured: dict[str, Any]) -> dict[str, Any]:
+        """Takes the details out of a measurement and keeps them; what is left is the sweep's own row."""
+        for details in measured.pop(self._key, []):
+            self.file.append(self.file.row_type(**_as_dict(cell), **details))
+        return measured
+
+
 def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance], list[Row], list[int]]:
     """Reads what a ResultsFile wrote: the runs, the rows, and each row's run.
 

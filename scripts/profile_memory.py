@@ -63,8 +63,14 @@ def main() -> None:
     from cs336_systems.benchmarking.model_benchmark import cell_label
     from cs336_systems.benchmarking.sweep import run_sweep
     from cs336_systems.configs import named_cells
-    from cs336_systems.profiling.memory_profile import AllocationWriter, MemoryRow, measure_memory, report_snapshot
-    from cs336_systems.records import ResultsFile
+    from cs336_systems.profiling.memory_profile import (
+        AllocationRow,
+        MemoryRow,
+        measure_memory,
+        report_snapshot,
+        write_files,
+    )
+    from cs336_systems.records import DetailRows, ResultsFile
 
     snapshot, out = options.pop("snapshot"), options["out"]
     if snapshot is not None:
@@ -73,11 +79,11 @@ def main() -> None:
         print(report)
         return
     sizes, files = options.pop("size"), {name: options.pop(name) for name in ("device", "out", "resume")}
-    writers: list[AllocationWriter] = []
+    details: list[DetailRows] = []
 
     def sweep(cells: list[Any], results: ResultsFile) -> None:
-        writers.append(AllocationWriter(results, files["resume"]))
-        run_sweep(cells, partial(measure_memory, out=out), results, cell_label, writers[0].complete)
+        details.append(DetailRows(results, "memory_allocations", AllocationRow, "largest", files["resume"]))
+        run_sweep(cells, partial(measure_memory, out=out), results, cell_label, details[0].complete)
 
     measure_into_files(
         command_line(),
@@ -85,7 +91,7 @@ def main() -> None:
         MemoryRow,
         lambda device: named_cells(sizes, device=device, steps=1, **options),
         sweep,
-        lambda results: writers[0].write_files(),
+        lambda results: write_files(results, details[0].file),
         **files,
     )
 

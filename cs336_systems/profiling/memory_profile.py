@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -215,33 +215,18 @@ NOTE = (
 )
 
 
-class AllocationWriter:
-    """Keeps the largest allocations of each cell of a sweep in a file beside the sweep's own."""
-
-    def __init__(self, results: ResultsFile, resume: bool) -> None:
-        self._results = results
-        self._allocations = ResultsFile(
-            results.directory, "memory_allocations", AllocationRow, results.runs[-1], resume=resume
-        )
-
-    def complete(self, cell: BenchmarkCell, measured: dict[str, Any]) -> dict[str, Any]:
-        """Takes the allocations out of what `measure_memory` returned, and leaves the row's results."""
-        for allocation in measured.pop("largest", []):
-            self._allocations.append(AllocationRow(**asdict(cell), **allocation))
-        return measured
-
-    def write_files(self) -> str:
-        """Writes tables and the summary's picture, and returns what a person reads."""
-        rows: Sequence[MemoryRow] = self._results.rows
-        plot_peaks(rows, self._results.directory / "memory.png")
-        always = ("size", "ctx", "mode", "precision", "status")
-        columns = {
-            name: heading
-            for name, heading in COLUMNS.items()
-            if name in always or not {getattr(row, name) for row in rows} <= {None, "naive", "off", 0}
-        }
-        tables = [self._results.write_tables(columns, NOTE), self._allocations.write_tables(ALLOCATION_COLUMNS)]
-        return "\n".join(table for table in tables if table)
+def write_files(results: ResultsFile, allocations: ResultsFile) -> str:
+    """Writes tables and the summary's picture, and returns what a person reads."""
+    rows: Sequence[MemoryRow] = results.rows
+    plot_peaks(rows, results.directory / "memory.png")
+    always = ("size", "ctx", "mode", "precision", "status")
+    columns = {
+        name: heading
+        for name, heading in COLUMNS.items()
+        if name in always or not {getattr(row, name) for row in rows} <= {None, "naive", "off", 0}
+    }
+    tables = [results.write_tables(columns, NOTE), allocations.write_tables(ALLOCATION_COLUMNS)]
+    return "\n".join(table for table in tables if table)
 
 
 def report_snapshot(path: Path, out: Path) -> str:
