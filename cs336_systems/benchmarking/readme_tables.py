@@ -7,9 +7,12 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cs336_systems.benchmarking.all_reduce import AllReduceFit, AllReduceRow
+from cs336_systems.benchmarking.data_parallel import DataParallelRow
 from cs336_systems.benchmarking.flash_benchmark import FlashRow
 from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
+from cs336_systems.benchmarking.sharding_cells import ShardingMemoryRow, ShardingRow
 from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.records import format_value, read_results
 
@@ -141,6 +144,81 @@ def flash_anchors(results: Path) -> str:
     return f"{_table(['heads × head_dim, pass', *names], body)}\n\n*{runs[0].summary()}*"
 
 
+def all_reduce(results: Path) -> str:
+    """Time and bus bandwidth by buffer size and number of ranks, and the line through the times."""
+    runs, rows, _ = read_results(results / "all_reduce" / "all_reduce.json", AllReduceRow)
+    _, fits, _ = read_results(results / "all_reduce" / "all_reduce_fit.json", AllReduceFit)
+    ranks = list(dict.fromkeys(row.world_size for row in rows))
+    cells = {
+        (row.size_mb, row.world_size): f"{format_value(row.median_ms)} ms ({row.bus_gb_per_s:.0f} GB/s)"
+        for row in rows
+        if row.bus_gb_per_s is not None
+    }
+    body = [[f"{mb:g} MB", *(cells.get((mb, n)) for n in ranks)] for mb in dict.fromkeys(row.size_mb for row in rows)]
+    lines = {fit.world_size: f"{fit.call_cost_us:.0f} µs + s / {fit.bandwidth_gb_per_s:.0f} GB/s" for fit in fits}
+    body.append(["line through them, for s bytes", *(lines.get(n) for n in ranks)])
+    return f"{_table(['float32 buffer', *(f'{n} ranks' for n in ranks)], body)}\n\n*{runs[0].summary()}*"
+
+
+def data_parallel(results: Path) -> str:
+    """Each implementation's step, by how much it is longer than the one without communication, and its memory."""
+    runs, rows, _ = read_results(results / "ddp" / "fp32" / "ddp.json", DataParallelRow)
+    low_runs, low, _ = read_results(results / "ddp" / "bf16" / "ddp.json", DataParallelRow)
+    bf16 = {(row.implementation, row.bucket_size_mb): row.step_median_ms for row in low}
+    order = list(dict.fromkeys(row.implementation for row in rows))
+    alone = next(row.step_median_ms for row in rows if row.implementation == "none" and row.step_median_ms)
+    body = [
+        [
+            row.implementation if row.bucket_size_mb is None else f"{row.implementation}, {row.bucket_size_mb:g} MB",
+            row.step_median_ms,
+            None if row.exposed_ms is None else f"{row.exposed_ms / alone:.1%}",
+            row.predicted_overhead_ms,
+            row.communication_ms,
+            None if row.covered_share is None else f"{row.covered_share:.0%}",
+            row.peak_memory_gib,
+            bf16.get((row.implementation, row.bucket_size_mb)),
+        ]
+        for row in sorted(rows, key=lambda row: (order.index(row.implementation), row.bucket_size_mb or 0))
+    ]
+    headings = ["implementation", "fp32 step ms", "longer by", "predicted ms", "communication alone ms"]
+    headings += ["hidden by backward", "peak GiB", "bf16 step ms"]
+    return "\n\n".join([_table(headings, body), *(f"*{run.summary()}*" for run in (runs[0], low_runs[0]))])
+
+
+def sharding(results: Path) -> str:
+    """Steps and peaks with the optimizer's state, and with everything, divided over the ranks."""
+    body, runs = [], []
+    for name in ("sharded_optimizer", "fsdp"):
+        runs_here, rows, _ = read_results(results / name / f"{name}.json", ShardingRow)
+        runs.append(runs_here[0])
+        body += [
+            [
+                f"{row.implementation}, {row.precision}",
+                f"{format_value(row.step_median_ms)} ± {format_value(row.step_std_ms)}",
+                row.optimizer_ms,
+                row.peak_memory_gib,
+                row.predicted_peak_gib,
+            ]
+            for row in rows
+        ]
+    table = _table(["implementation", "step ms", "optimizer ms", "peak GiB", "predicted GiB"], body)
+    return "\n\n".join([table, *(f"*{run.summary()}*" for run in runs)])
+
+
+def sharding_memory(results: Path) -> str:
+    """What a rank's memory holds at three moments, of the rank with the most."""
+    body = []
+    for name in ("sharded_optimizer", "fsdp"):
+        _, rows, _ = read_results(results / name / f"{name}_memory.json", ShardingMemoryRow)
+        for cell in dict.fromkeys((row.implementation, row.precision, row.moment) for row in rows):
+            ranks = [row for row in rows if (row.implementation, row.precision, row.moment) == cell]
+            row = max(ranks, key=lambda row: row.total_gib or 0.0)
+            held = (row.parameters_gib, row.gradients_gib, row.optimizer_state_gib, row.rest_gib, row.total_gib)
+            body.append([f"{cell[0]}, {cell[1]}", cell[2], *held, row.peak_since_gib])
+    headings = ["GiB", "moment", "parameters", "gradients", "optimizer state", "rest", "total", "peak since"]
+    return _table(headings, body)
+
+
 BLOCKS: dict[str, Block] = {
     "step-at-256": step_at_256,
     "step-by-context": step_by_context,
@@ -148,6 +226,10 @@ BLOCKS: dict[str, Block] = {
     "warmup-at-256": warmup_at_256,
     "leaderboard": leaderboard,
     "flash-anchors": flash_anchors,
+    "all-reduce": all_reduce,
+    "data-parallel": data_parallel,
+    "sharding": sharding,
+    "sharding-memory": sharding_memory,
 }
 
 
