@@ -67,4 +67,5 @@ def step_intervals(trace: Trace) -> StepIntervals:
 
 
 def _milliseconds(spans: list[tuple[int, int]], start: int) -> list[Interval]:
-    return merge((((first - start) / 1e6, (last - start) / 1e6) for first, last in spans), gap=_GAP_MS)
+    merged = merge((((first - start) / 1e6, (last - start) / 1e6) for first, last in spans), gap=_GAP_MS)
+    return [(round(first, 3), round(last, 3)) for first, last in merged]  # finer than a picture shows
