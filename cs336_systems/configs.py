@@ -29,6 +29,19 @@ def check(condition: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name}={value!r}: {allowed}")
 
 
+def check_device(device: str, precision: str) -> None:
+    """Raises ValueError unless `device` is a device's name, of a kind on which `precision` can run."""
+    check(
+        re.fullmatch(r"cpu|mps|cuda(:\d+)?", device) is not None, "device", device, "must be cpu, mps, cuda or cuda:N"
+    )
+    check(
+        precision != "tf32" or device.startswith("cuda"),
+        "precision",
+        precision,
+        f"is a mode of NVIDIA's tensor cores, and device={device!r}; there fp32 and bf16 run",
+    )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A Transformer language model's hyperparameters (vocabulary in tokens, context_length in tokens).
@@ -130,18 +143,7 @@ class BenchmarkCell:
         check(self.steps >= 1, "steps", self.steps, "must be at least 1")
         check(1 <= self.batch_size <= LARGEST, "batch_size", self.batch_size, f"must be between 1 and {LARGEST}")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
-        check(
-            re.fullmatch(r"cpu|mps|cuda(:\d+)?", self.device) is not None,
-            "device",
-            self.device,
-            "must be cpu, mps, cuda or cuda:N",
-        )
-        check(
-            self.precision != "tf32" or self.device.startswith("cuda"),
-            "precision",
-            self.precision,
-            f"is a mode of NVIDIA's tensor cores, and device={self.device!r}; there fp32 and bf16 run",
-        )
+        check_device(self.device, self.precision)
         check(
             self.precision != "fp16" or self.device != "mps",
             "precision",

@@ -43,6 +43,23 @@ class Provenance:
         )
 
 
+def devices_here() -> list[str]:
+    """This machine's devices by torch's names, e.g. ["cpu", "cuda", "cuda:0"]. Touches the CUDA driver."""
+    import torch
+
+    devices = ["cpu"]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    if torch.cuda.is_available():
+        devices += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    return devices
+
+
+def best_device(devices: list[str]) -> str:
+    """What "auto" stands for: the first GPU if there is one."""
+    return next(name for name in ("cuda", "mps", "cpu") if name in devices)
+
+
 def collect_provenance(command: str, device: str = "cuda") -> Provenance:
     """Reads the machine's and the software's versions. `command` is what a person would type to repeat the run.
 

@@ -12,22 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from cs336_systems.benchmarking.rank_arguments import RankArguments
 from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Attention, Compile, Optimizer
+from cs336_systems.configs import Compile
 
 
 @dataclass(frozen=True)
-class Arguments:
-    size: str = "xl"
-    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
-    ctx: int = 512
-    """Context length, in tokens."""
-    batch_size: int = 4
-    """Sequences on each rank."""
-    processes: tuple[int, ...] = ()
-    """Numbers of ranks, one a GPU. Default: 2. Several give weak scaling."""
-    precision: tuple[Literal["fp32", "tf32", "bf16"], ...] = ("fp32",)
-    """bf16 is autocast, with float32 gradients."""
+class Arguments(RankArguments):
     implementation: tuple[str, ...] = ("naive", "flat", "overlapped", "bucketed", "bucketed-in-place", "torch-ddp")
     """naive, flat, overlapped, bucketed, bucketed-zeroed, bucketed-in-place, torch-ddp. The step without
     communication is always measured."""
@@ -35,26 +26,8 @@ class Arguments:
     """Bucket sizes in MB (10**6 bytes)."""
     comm_dtype: Literal["bf16", "fp16"] | None = None
     """Send the buckets in two bytes an element."""
-    max_ctas: int | None = None
-    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute."""
-    high_priority: bool = False
-    """Have the GPU schedule NCCL's blocks before those of the kernels that compute."""
-    optimizer: Optimizer = "adamw-fused"
-    """The project's AdamW, or PyTorch's fused one."""
-    attention: Attention = "naive"
-    """The attention that the model calls."""
     compile: Compile = "off"
     """torch.compile: off, on (the whole model), or blocks."""
-    warmup: int = 5
-    """Steps before measuring."""
-    steps: int = 10
-    """Measured steps."""
-    seed: int = 0
-    """Of the random weights and tokens."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
-    profile: bool = True
-    """Profile one step of each, for the timeline and the share of communication that backward covers."""
     out: Path = Path("out/ddp")
     """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and plots."""
 

@@ -6,12 +6,11 @@ No torch at import, so that a command line can be parsed, refused or explained a
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from cs336_systems.configs import Precision, check
+from cs336_systems.configs import Precision, check, check_device
 
 if TYPE_CHECKING:
     import torch
@@ -52,18 +51,7 @@ class AttentionCell:
         check(1 <= self.head_dim <= MAX_HEAD_DIM, "head_dim", self.head_dim, f"must be from 1 to {MAX_HEAD_DIM}")
         check(self.length >= 1, "length", self.length, "must be at least 1")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
-        check(
-            re.fullmatch(r"cpu|mps|cuda(:\d+)?", self.device) is not None,
-            "device",
-            self.device,
-            "must be cpu, mps, cuda or cuda:N",
-        )
-        check(
-            self.precision != "tf32" or self.device.startswith("cuda"),
-            "precision",
-            self.precision,
-            f"is a mode of NVIDIA's tensor cores, and device={self.device!r}; there fp32 and bf16 run",
-        )
+        check_device(self.device, self.precision)
 
 
 def check_not_empty(**flags: object) -> None:

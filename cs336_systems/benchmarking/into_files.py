@@ -10,7 +10,7 @@ from typing import Any
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
-from cs336_systems.provenance import Provenance, collect_provenance
+from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
 
 
@@ -91,13 +91,7 @@ def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
 
 
 def _probe(device: str, command: str) -> tuple[str, Provenance, list[str]]:
-    import torch
-
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.append("mps")
-    if torch.cuda.is_available():
-        available += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    available = devices_here()
     if device == "auto":
-        device = "cuda" if "cuda" in available else "mps" if "mps" in available else "cpu"
+        device = best_device(available)
     return device, collect_provenance(command, device if device in available else "cpu"), available

@@ -13,16 +13,20 @@ from typing import Any
 from cs336_systems.benchmarking.into_files import resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
 from cs336_systems.benchmarking.sweep import make_row, progress
+from cs336_systems.configs import MODEL_SIZES, check
 from cs336_systems.distributed.process_group import (
     GroupOptions,
     RankContext,
     launched_rank,
     launched_world_size,
+    launcher,
     run_ranks,
 )
-from cs336_systems.distributed.spawn import RankFailedError
+from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
+
+_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 
 
 def run_rank_sweep(
@@ -84,6 +88,27 @@ def resolve_ranks_device(device: str) -> str:
     if device == "cuda" and n_gpus == 0:
         raise ValueError(f"device={device!r}: is not on this machine; it has cpu")
     return ("cuda" if n_gpus else "cpu") if device == "auto" else device
+
+
+def model_on_ranks(
+    size: str, device: str, max_ctas: int | None, high_priority: bool, **several: tuple[Any, ...]
+) -> dict[str, Any]:
+    """The fields that all cells of a model on ranks share: its size and shape, the device, and NCCL's options.
+
+    It also has the fork server, from which the ranks come, begin to import what they need.
+
+    Raises:
+        ValueError: no such size or device, NCCL's options without NCCL, or one of `several` without a value.
+    """
+    if launcher() is None:
+        start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
+    check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
+    for flag, values in several.items():
+        check(values != (), flag, "", "needs at least one value")
+    device = resolve_ranks_device(device)
+    GroupOptions(device, max_ctas=max_ctas, high_priority=high_priority)
+    shape = {name: getattr(MODEL_SIZES[size], name) for name in _SHAPE}
+    return {"size": size, **shape, "device": device, "max_ctas": max_ctas, "high_priority": high_priority}
 
 
 def open_results(out: Path, name: str, row_type: type, command: str, device: str) -> ResultsFile | None:

@@ -11,7 +11,13 @@ from typing import Any
 
 from cs336_systems.accounting.communication import LinearCost
 from cs336_systems.benchmarking import data_parallel_report as report
-from cs336_systems.benchmarking.all_reduce import AllReduceRow, all_reduce_cells, fit_rows, measure_all_reduce
+from cs336_systems.benchmarking.all_reduce import (
+    AllReduceRow,
+    all_reduce_cells,
+    all_reduce_label,
+    fit_rows,
+    measure_all_reduce,
+)
 from cs336_systems.benchmarking.data_parallel import (
     DataParallelCell,
     DataParallelRow,
@@ -19,11 +25,8 @@ from cs336_systems.benchmarking.data_parallel import (
     data_parallel_cells,
     measure_data_parallel,
 )
-from cs336_systems.benchmarking.rank_sweep import open_results, resolve_ranks_device, run_rank_sweep, world_sizes
+from cs336_systems.benchmarking.rank_sweep import model_on_ranks, open_results, run_rank_sweep, world_sizes
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import MODEL_SIZES, check
-from cs336_systems.distributed.process_group import GroupOptions, launcher
-from cs336_systems.distributed.spawn import start_fork_server
 from cs336_systems.records import write_atomically
 
 ALL_REDUCE_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0, 10.0)}
@@ -49,18 +52,12 @@ def run_data_parallel_benchmark(
 
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
-    if launcher() is None:
-        start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
     with refusing_bad_input():
-        check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
-        for flag, values in (("precision", precision), ("implementation", implementation)):
-            check(values != (), flag, "", "needs at least one value")
-        device = resolve_ranks_device(device)
-        GroupOptions(device, max_ctas=max_ctas)
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"):
-            parameters[name] = getattr(MODEL_SIZES[size], name)
-        nccl: dict[str, Any] = {"max_ctas": max_ctas, "high_priority": high_priority}
-        base = DataParallelCell(size=size, device=device, implementation="none", **nccl, **parameters)
+        common = model_on_ranks(
+            size, device, max_ctas, high_priority, precision=precision, implementation=implementation
+        )
+        device = common["device"]
+        base = DataParallelCell(implementation="none", **common, **parameters)
         ranks = world_sizes(processes, device, default=(2,))
         cells = data_parallel_cells(
             base, precision=precision, world_size=ranks, implementation=implementation, bucket_size_mb=bucket_size_mb
@@ -68,7 +65,10 @@ def run_data_parallel_benchmark(
         results = open_results(out, "ddp", DataParallelRow, command, device)
         all_reduces = open_results(out, "all_reduce", AllReduceRow, command, device)
     run_rank_sweep(
-        all_reduce_cells(device, ranks, ALL_REDUCE_SIZES_MB[device], **nccl), measure_all_reduce, all_reduces
+        all_reduce_cells(device, ranks, ALL_REDUCE_SIZES_MB[device], max_ctas=max_ctas, high_priority=high_priority),
+        measure_all_reduce,
+        all_reduces,
+        all_reduce_label,
     )
     costs = _costs(all_reduces.rows) if all_reduces is not None else {}
     timelines: dict[str, Any] = {}

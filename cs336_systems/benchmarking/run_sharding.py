@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.data_parallel_report import plot_timeline
-from cs336_systems.benchmarking.rank_sweep import open_results, resolve_ranks_device, run_rank_sweep, world_sizes
+from cs336_systems.benchmarking.rank_sweep import model_on_ranks, open_results, run_rank_sweep, world_sizes
 from cs336_systems.benchmarking.sharding import measure_sharding
 from cs336_systems.benchmarking.sharding_cells import ShardingCell, ShardingMemoryRow, ShardingRow, cell_label
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import MODEL_SIZES, check
-from cs336_systems.distributed.process_group import GroupOptions, launcher
-from cs336_systems.distributed.spawn import start_fork_server
 from cs336_systems.records import write_atomically
 
 COLUMNS = {
@@ -74,19 +71,13 @@ def run_sharding_benchmark(
 
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
-    if launcher() is None:
-        start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
     with refusing_bad_input():
-        check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
-        for flag, values in (("precision", precision), ("implementation", implementation)):
-            check(values != (), flag, "", "needs at least one value")
-        device = resolve_ranks_device(device)
-        GroupOptions(device, max_ctas=max_ctas, high_priority=high_priority)
-        for field in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size"):
-            parameters[field] = getattr(MODEL_SIZES[size], field)
-        parameters |= {"size": size, "device": device, "max_ctas": max_ctas, "high_priority": high_priority}
+        common = model_on_ranks(
+            size, device, max_ctas, high_priority, precision=precision, implementation=implementation
+        )
+        device = common["device"]
         cells = [
-            ShardingCell(precision=p, world_size=n, implementation=i, **parameters)  # ty: ignore[invalid-argument-type]
+            ShardingCell(precision=p, world_size=n, implementation=i, **common, **parameters)  # ty: ignore[invalid-argument-type]
             for p, n, i in product(precision, world_sizes(processes, device, default=(2,)), implementation)
         ]
         results = open_results(out, name, ShardingRow, command, device)

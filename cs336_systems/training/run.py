@@ -10,7 +10,7 @@ from cs336_systems.attention.model_attention import why_not
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, launched_world_size, run_ranks
-from cs336_systems.provenance import collect_provenance
+from cs336_systems.provenance import best_device, collect_provenance, devices_here
 from cs336_systems.records import check_writable
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
@@ -78,13 +78,9 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
 
 
 def _resolve_device(device: str) -> str:
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.append("mps")
-    if torch.cuda.is_available():
-        available += ["cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    available = devices_here()
     if device == "auto":
-        return next(name for name in ("cuda", "mps", "cpu") if name in available)
+        return best_device(available)
     check(device in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
     return device
 
