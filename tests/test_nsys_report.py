@@ -81,6 +81,16 @@ def test_processes_have_correlation_ids_and_ranges_of_their_own(tmp_path: Path) 
     assert kernels[0].process != kernels[1].process
 
 
+def test_of_calls_within_each_other_the_outermost_launched(tmp_path: Path) -> None:
+    report = MadeReport()
+    report.range("forward", 0, 100)
+    report.range("backward", 100, 200)
+    report.launch(105, correlation=3)  # the driver's call within the runtime's
+    report.launch(99, correlation=3)
+    report.one_of_a_launch("kernel", 300, 310, 3)
+    assert _ranges(_read(report, tmp_path).kernels[0]) == ["forward"]
+
+
 def test_a_cuda_graphs_kernels_share_its_launch(tmp_path: Path) -> None:
     report = MadeReport()
     report.range("forward", 0, 100)

@@ -162,11 +162,16 @@ def test_a_marked_model_computes_the_same_and_is_as_it_was_afterwards() -> None:
     assert cs336_basics.model.scaled_dot_product_attention is naive_attention
 
 
-def test_a_block_that_raises_closes_its_range() -> None:
+def test_a_block_that_raises_closes_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA out of memory")
+
     model = build_model(named_cell("tiny", 16).model_config(), "cpu")
+    monkeypatch.setattr(model.layers[1].ffn, "forward", fail)
     recorder = Recorder()
-    with marked_model(model, recorder), pytest.raises(ValueError, match="context"):
-        model(torch.arange(17).unsqueeze(0))
+    with marked_model(model, recorder), pytest.raises(RuntimeError, match="out of memory"):
+        model(torch.arange(16).unsqueeze(0))
+    assert "block 1" in recorder.lines
     assert recorder.depth == 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.accounting.flops import matmul_flops_forward
+from cs336_systems.accounting.flops import matmul_flops_by_part, matmul_flops_forward
 from cs336_systems.configs import named_cell
 from cs336_systems.profiling.kernel_tables import class_table, kernel_table, range_table
 from cs336_systems.profiling.step_answers import answer
@@ -129,8 +129,8 @@ def test_no_option_that_the_cell_has_already() -> None:
     assert any("CUDA graphs" in option for option in verdict.options)
 
 
-def _bound_by_products(precision: str, ms: float) -> tuple[StepTime, Verdict]:
-    made = MadeTrace(precision=precision)
+def _bound_by_products(precision: str, ms: float, **cell: Any) -> tuple[StepTime, Verdict]:
+    made = MadeTrace(precision=precision, **cell)
     step = made.range("step", 0, ms)
     made.kernel(GEMM, 0, ms * 0.96, (step,), launch=-1)
     made.kernel(ADD, ms * 0.96, ms, (step,), launch=-1)
@@ -151,6 +151,21 @@ def test_products_are_set_beside_the_cards_peak() -> None:
     assert "more GPUs" in _bound_by_products("bf16", near_peak)[1].options[0]
     far_from_it = flops / (0.2 * 989.4e12) * 1e3 / 0.96
     assert "a larger batch, context or model" in _bound_by_products("bf16", far_from_it)[1].options[0]
+
+
+def test_products_that_are_computed_twice_have_no_rate() -> None:
+    """The formula counts them once, and would give too low a figure."""
+    time, _ = _bound_by_products("fp32", 100.0, checkpoint_every=2)
+    assert time.matmul_tflops is None
+
+
+def test_products_within_attentions_own_kernels_are_not_counted() -> None:
+    naive, _ = _bound_by_products("bf16", 100.0)
+    flash, _ = _bound_by_products("bf16", 100.0, attention="sdpa")
+    parts = matmul_flops_by_part(named_cell("small", 256).model_config(), 4, 256)
+    in_attention = (parts["attention_scores"] + parts["attention_values"]) / sum(parts.values())
+    assert naive.matmul_tflops is not None
+    assert flash.matmul_tflops == pytest.approx(naive.matmul_tflops * (1 - in_attention))
 
 
 def test_without_the_cell_or_the_card_no_share_of_peak_and_no_advice_on_products() -> None:
