@@ -169,10 +169,11 @@ def test_a_block_that_raises_closes_its_range(monkeypatch: pytest.MonkeyPatch) -
     model = build_model(named_cell("tiny", 16).model_config(), "cpu")
     monkeypatch.setattr(model.layers[1].ffn, "forward", fail)
     recorder = Recorder()
-    with marked_model(model, recorder), pytest.raises(RuntimeError, match="out of memory"):
-        model(torch.arange(16).unsqueeze(0))
-    assert "block 1" in recorder.lines
-    assert recorder.depth == 0
+    with marked_model(model, recorder):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(torch.arange(16).unsqueeze(0))
+        assert "block 1" in recorder.lines
+        assert recorder.depth == 0
 
 
 def test_an_attention_that_masks_by_itself_still_says_so() -> None:
