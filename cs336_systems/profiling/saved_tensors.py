@@ -208,7 +208,7 @@ def _backward_peak(output: Tensor, x: Tensor, is_eager: bool) -> float | None:
         return None
     assert output.grad_fn is not None
     kept = [tensor for node in graph_nodes(output.grad_fn) for _, tensor in _kept_by(node)]
-    trace = StorageTrace(known=[*kept, output, x, gradient])
+    trace = StorageTrace([*kept, output, x, gradient], has_stacks=False)
     del kept
     before = trace.live_bytes
     with trace:

@@ -26,11 +26,13 @@ class StorageTrace(TorchDispatchMode):
         live_bytes, peak_bytes: of the storages made or known so far. `peak_bytes` may be set anew at any time.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        """`known`: tensors that are there already; no entry says that they were made, but one says when they go."""
+    def __init__(self, known: Iterable[torch.Tensor] = (), has_stacks: bool = True) -> None:
+        """`known`: tensors that are there already; no entry says that they were made, but one says when they go.
+        `has_stacks`: whether entries have Python's stack, which costs most of the time."""
         super().__init__()
         self.entries: list[dict[str, Any]] = []
         self.label = ""
+        self._has_stacks = has_stacks
         self.live_bytes = self.peak_bytes = 0
         self._live: dict[int, tuple[weakref.ref, int, int]] = {}
         for tensor in known:
@@ -76,7 +78,9 @@ class StorageTrace(TorchDispatchMode):
 
     def _note(self, action: str, address: int, size: int) -> None:
         entry = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time.time_ns() // 1000}
-        self.entries.append(entry | {"frames": _python_frames(), "user_metadata": self.label})
+        self.entries.append(
+            entry | {"frames": _python_frames() if self._has_stacks else [], "user_metadata": self.label}
+        )
 
 
 def _python_frames() -> list[dict[str, Any]]:

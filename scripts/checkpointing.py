@@ -1,0 +1,100 @@
+"""Measure activation checkpointing: memory and time over the number of blocks in a segment, and nested checkpoints.
+
+    python scripts/checkpointing.py --size 2.7b --ctx 2048 --every 0 1 2 4 8 --precision bf16
+    python scripts/checkpointing.py --part nested
+
+The model's part sets each train step's peak memory and time beside the formulas of docs/accounting.md, also where it
+does not fit. The nested part shows on a stack of small layers how memory and time grow with depth: without checkpoints,
+with segments of the square root, and with checkpoints within checkpoints; it runs on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cs336_systems.cli import command_line, parse
+from cs336_systems.configs import Attention, Optimizer, Precision
+
+
+@dataclass(frozen=True)
+class Arguments:
+    part: tuple[Literal["model", "nested"], ...] = ("model", "nested")
+    """What to run."""
+    size: tuple[str, ...] = ("small",)
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
+    ctx: tuple[int, ...] = (512,)
+    """Context lengths, in tokens."""
+    every: tuple[int, ...] = (0, 1, 2, 4)
+    """Blocks in a checkpointed segment; 0 for no checkpoints, which the later ones are compared with."""
+    precision: tuple[Precision, ...] = ("fp32",)
+    """bf16 and fp16 are autocast over float32 weights."""
+    attention: tuple[Attention, ...] = ("naive",)
+    """The attention that the model calls."""
+    optimizer: tuple[Optimizer, ...] = ("adamw",)
+    """The project's AdamW, or PyTorch's fused one."""
+    warmup: int = 1
+    """Steps before measuring."""
+    steps: int = 3
+    """Measured steps."""
+    batch_size: int = 4
+    """Sequences in a batch."""
+    layers: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
+    """Depths of the stack of the nested part."""
+    device: str = "auto"
+    """Of the model: cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
+    seed: int = 0
+    """Of the random weights and tokens."""
+    out: Path = Path("out/checkpointing")
+    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and plots."""
+    resume: bool = False
+    """Keep the rows under --out and skip their cells."""
+
+
+def main() -> None:
+    options = dict(vars(parse(Arguments, __doc__)))
+    from cs336_systems.benchmarking import checkpointing
+    from cs336_systems.benchmarking.into_files import measure_into_files
+    from cs336_systems.benchmarking.model_benchmark import cell_label, measure_cell
+    from cs336_systems.benchmarking.sweep import run_sweep
+    from cs336_systems.configs import named_cells
+    from cs336_systems.profiling.nested_checkpointing import NestedRow, nested_cells, run_nested_sweep, write_nested
+    from cs336_systems.records import ResultsFile
+
+    parts, sizes, layers = options.pop("part"), options.pop("size"), options.pop("layers")
+    files = {name: options.pop(name) for name in ("out", "resume")}
+    device, options["checkpoint_every"] = options.pop("device"), options.pop("every")
+
+    def sweep(cells: list[Any], results: ResultsFile) -> None:
+        def complete(cell: Any, measured: dict[str, Any]) -> dict[str, Any]:
+            return checkpointing.complete(results.rows, cell, measured)
+
+        run_sweep(cells, measure_cell, results, cell_label, complete)
+
+    if "model" in parts:
+        measure_into_files(
+            command_line(),
+            "checkpointing",
+            checkpointing.CheckpointRow,
+            lambda device: named_cells(sizes, device=device, **options),
+            sweep,
+            checkpointing.write_files,
+            device=device,
+            **files,
+        )
+    if "nested" in parts:
+        measure_into_files(
+            command_line(),
+            "nested",
+            NestedRow,
+            lambda device: nested_cells(layers),
+            run_nested_sweep,
+            write_nested,
+            device="cpu",
+            **files,
+        )
+
+
+if __name__ == "__main__":
+    main()
