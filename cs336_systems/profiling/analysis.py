@@ -142,8 +142,9 @@ def _table(rows: Sequence[Any], headings: Mapping[str, str], unit: str) -> str:
 
 
 def _abbreviated(row: Any) -> Any:
+    """The row with long names cut in their middle: cuBLAS's kernels differ at both ends."""
     long = {
-        field.name: value[: _LONGEST_NAME - 1] + "…"
+        field.name: f"{value[: _LONGEST_NAME - 31]}…{value[-30:]}"
         for field in fields(row)
         if isinstance(value := getattr(row, field.name), str) and len(value) > _LONGEST_NAME
     }
