@@ -114,11 +114,11 @@ def plot_checkpointing(rows: Sequence[CheckpointRow], path: Path, capacity_gib: 
         ran = [row for row in chosen if row.status == "ok"]
         x = [ticks[row.checkpoint_every] for row in ran]
         if any(row.peak_memory_gib is not None for row in ran):
-            memory_axis.plot(x, [row.peak_memory_gib for row in ran], "o", color=colour, label=label)
-        time_axis.plot(x, [row.step_median_ms for row in ran], "o-", color=colour, label=label)
+            memory_axis.plot(x, [row.peak_memory_gib for row in ran], "o", color=colour, markersize=4)
+        time_axis.plot(x, [row.step_median_ms for row in ran], "o-", color=colour, markersize=4, label=label)
     if capacity_gib:
         memory_axis.axhline(capacity_gib, color="#999999", linewidth=0.8)
-    memory_axis.set_yscale("log")
+    memory_axis.set_ylim(bottom=0)
     memory_axis.set_ylabel("peak GiB; lines: formula")
     time_axis.set_ylabel("ms a step")
     time_axis.set_ylim(bottom=0)

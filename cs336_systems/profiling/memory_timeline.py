@@ -186,7 +186,7 @@ def _line(entry: dict, is_recomputed: bool) -> str:
 
 
 def _phases(names: Sequence[str], marks: Sequence[int], n_events: int) -> list[Phase]:
-    ends = [*marks[1:], n_events]
+    ends = [*marks, n_events][1:]
     return [
         Phase("before forward" if name == START else name, first, end)
         for name, first, end in zip(names, marks, ends, strict=True)
