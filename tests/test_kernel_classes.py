@@ -150,6 +150,11 @@ def test_every_class_has_a_name_that_shows_it() -> None:
         ("Memset", "Memset (Device)", "Memset"),
         ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
         (
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_aligna4_execute_kernel__5x_cublas",
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_aligna4_execute_kernel__5x_cublas",
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_ffma_aligna4",
+        ),
+        (
             "void <unnamed>::softmax_warp_forward<float, float, float, (int)8, (bool)0, (bool)0>(T2 *, const T1 *)",
             "void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, 0, 0>(float*, float const*)",
             "softmax_warp_forward<float, float, float, 8, 0, 0>",

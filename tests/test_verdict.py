@@ -123,6 +123,20 @@ def test_launches_that_bind_are_answered_with_fewer_of_them() -> None:
     assert "`--optimizer adamw-fused` updates all parameters in a few kernels: the optimizer launches 10" in text
 
 
+def test_what_the_profiler_adds_is_not_held_against_the_step() -> None:
+    trace = _bound_by_launches(precision="bf16").trace()
+    profiled, known = step_time(trace), step_time(trace, unprofiled_ms=60)
+    assert (profiled.step_ms, profiled.waiting_ms, profiled.profiler_ms) == (100, 80, None)
+    assert (known.step_ms, known.waiting_ms, known.profiler_ms) == (60, pytest.approx(40), 40)
+    assert known.waiting_by_phase["optimizer"] == pytest.approx(profiled.waiting_by_phase["optimizer"] / 2)
+    assert sum(known.share(part) for part in PARTS) == pytest.approx(1)
+    assert "at most, since the profiler slows launches" in judge(trace, profiled).to_markdown()
+    assert "without 40.0 ms that the profiler adds" in judge(trace, known).to_markdown()
+    # A step that would be faster than its kernels keeps them, and one that is slower than profiled gains nothing.
+    assert step_time(trace, unprofiled_ms=5).waiting_ms == 0
+    assert step_time(trace, unprofiled_ms=120).step_ms == 100
+
+
 def test_no_option_that_the_cell_has_already() -> None:
     _, verdict = _verdict(_bound_by_launches(precision="bf16", compile="on", optimizer="adamw-fused"))
     assert not any("--compile" in option or "adamw-fused" in option for option in verdict.options)

@@ -51,7 +51,8 @@ def analyze(trace: Trace, benchmark: Mapping[str, Any] | None = None) -> Analysi
 
     Raises ValueError for a trace with no kernels in its steps.
     """
-    time = step_time(trace) if trace.unit == "kernel" else None
+    unprofiled_ms = (benchmark or {}).get("step_mean_ms")
+    time = step_time(trace, unprofiled_ms) if trace.unit == "kernel" else None
     verdict = judge(trace, time) if time else None
     return Analysis(trace, answer(trace, time, verdict.binding if verdict else None, benchmark), verdict)
 

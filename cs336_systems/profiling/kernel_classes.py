@@ -87,6 +87,7 @@ def short_name(name: str) -> str:
     name = _without_parameters(name)
     name = re.sub(r"\b(?:\w+::)+(?=\w|\{|\[)", "", name)
     name = re.sub(r"^(Memcpy \w+|Memset) \(.*\)$", r"\1", name)
+    name = re.sub(r"_execute_kernel(__5x)?_cublas$", "", name)  # as most of cuBLAS's end
     name = re.sub(r"\s*([*&,<>])\s*", r"\1", name).replace(",", ", ")
     return name.strip() or "unnamed"
 

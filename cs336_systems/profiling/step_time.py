@@ -27,13 +27,14 @@ class StepTime:
     """One step's time in ms, mean over steps and GPUs, and its parts; they add up to `step_ms`.
 
     Attributes:
-        step_ms: from the first step's start to the last one's end, divided by their number.
+        step_ms: from the first step's start to the last one's end, divided by their number; less `profiler_ms`.
         computing_ms: while matrix products or attention ran.
         moving_ms: while only kernels of `MOVES_BYTES` ran, or they beside unknown ones.
         unknown_ms: while only kernels ran whose names tell nothing, or whole CUDA graphs.
         communicating_ms: while only collectives ran: exposed communication.
         waiting_ms: while nothing ran, and the next kernel had not been launched when the one before it ended.
         idle_ms: while nothing ran for other reasons: launched kernels that had not begun yet.
+        profiler_ms: what the profiler itself added to each step, taken out of `waiting_ms`; None if it is not known.
         waiting_by_phase: `waiting_ms` by the phase whose kernel was waited for.
         kernels, kernels_by_phase: launches a step.
         mean_kernel_us: of a kernel's duration.
@@ -49,6 +50,7 @@ class StepTime:
     communicating_ms: float
     waiting_ms: float
     idle_ms: float
+    profiler_ms: float | None
     waiting_by_phase: dict[str, float]
     kernels: float
     kernels_by_phase: dict[str, float]
@@ -61,8 +63,11 @@ class StepTime:
         return getattr(self, f"{part}_ms") / self.step_ms
 
 
-def step_time(trace: Trace) -> StepTime:
+def step_time(trace: Trace, unprofiled_ms: float | None = None) -> StepTime:
     """The parts of a step of a GPU's trace; of the whole trace, where no step is marked.
+
+    A profiler slows each launch, and kernels hardly, so that a step that waits for launches waits longer. With
+    `unprofiled_ms`, the step's time without a profiler, what it has more is taken out of the waiting.
 
     Raises:
         ValueError: no kernel was launched in a step, or the trace is a CPU's.
@@ -86,9 +91,16 @@ def step_time(trace: Trace) -> StepTime:
     tflops = matmul_tflops(trace)
     precision = (trace.cell or {}).get("precision", "fp32")
     peak = peak_tflops(trace.gpu, precision) if trace.gpu else None
+    added = None
+    if unprofiled_ms is not None:
+        added = min(max(parts["step"] - unprofiled_ms * per_step, 0.0), parts["waiting"])
+    left = 1 - (added or 0.0) / parts["waiting"] if parts["waiting"] else 1.0
+    parts["step"] -= added or 0.0
+    parts["waiting"] *= left
     return StepTime(
         **{f"{name}_ms": parts[name] / per_step for name in ("step", *PARTS)},
-        waiting_by_phase={phase: ns / per_step for phase, ns in waiting_by_phase.items()},
+        profiler_ms=None if added is None else added / per_step,
+        waiting_by_phase={phase: ns * left / per_step for phase, ns in waiting_by_phase.items()},
         kernels=len(kernels) / n_steps,
         kernels_by_phase={p: sum(kernel.is_in(p) for kernel in kernels) / n_steps for p in PHASES},
         mean_kernel_us=total_ms(kernels) / len(kernels) * 1e3,

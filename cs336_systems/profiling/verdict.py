@@ -78,6 +78,10 @@ def _details(time: StepTime) -> list[str]:
     phases = sorted(time.waiting_by_phase.items(), key=lambda item: -item[1])
     waits = ", ".join(f"{phase} {ms:.1f} ms" for phase, ms in phases if ms >= 0.05 * time.waiting_ms)
     launches = f"; {time.kernels:.0f} kernels a step of {time.mean_kernel_us:.0f} µs on average; for {waits}"
+    if time.profiler_ms is None:
+        launches += "; at most, since the profiler slows launches, and the step's time without it is not known"
+    elif time.profiler_ms > 0:
+        launches += f"; without {time.profiler_ms:.1f} ms that the profiler adds"
     return [reached, "", "", "", launches, ""]
 
 
@@ -85,8 +89,8 @@ def _against_launches(time: StepTime, cell: BenchmarkCell | None) -> list[str]:
     options = []
     if cell is None or cell.compile == "off":
         options.append(
-            f"`--compile blocks` (torch.compile) fuses small kernels: {time.kernels:.0f} launches a step keep the GPU waiting for "
-            f"{_ms(time, 'waiting')}"
+            f"`--compile blocks` (torch.compile) fuses small kernels: {time.kernels:.0f} launches a step keep the GPU "
+            f"waiting for {_ms(time, 'waiting')}"
         )
     waits = time.waiting_by_phase.get("optimizer", 0.0)
     if waits >= _SMALL * time.step_ms and (cell is None or cell.optimizer == "adamw"):
@@ -119,8 +123,8 @@ def _against_bytes(trace: Trace, time: StepTime, cell: BenchmarkCell | None) -> 
     rest_ms = time.moving_ms - attention_ms - optimizer_ms
     if rest_ms >= _SMALL * time.step_ms and (cell is None or cell.compile == "off"):
         options.append(
-            f"`--compile blocks` (torch.compile) fuses kernels that follow each other, so that values stay on the chip: {rest_ms:.1f} "
-            "ms outside of forward's attention and the optimizer"
+            "`--compile blocks` (torch.compile) fuses kernels that follow each other, so that values stay on the chip: "
+            f"{rest_ms:.1f} ms outside of forward's attention and the optimizer"
         )
     if rest_ms >= _SMALL * time.step_ms and cell is not None and cell.precision in ("fp32", "tf32"):
         options.append(f"`--precision bf16` halves the bytes of activations ({rest_ms:.1f} ms as above)")
