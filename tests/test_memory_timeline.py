@@ -1,6 +1,9 @@
 """Reading the allocator's history, on snapshots made by hand: who held what, when, and by which line."""
 
+import gzip
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +254,21 @@ def test_a_long_history_is_drawn_without_losing_its_peak(tmp_path):
     assert len(points) == 3000
     assert 31_234 in points
     assert (np.diff(points) > 0).all()
+
+
+def test_a_history_that_a_card_recorded():
+    """A forward pass of 2.7b, batch 4, context 128, float32, recorded on an H200; its stacks cut to four frames."""
+    file = Path(__file__).parent / "data" / "memory_snapshot.json.gz"
+    timeline = read_timeline(json.loads(gzip.decompress(file.read_bytes())))
+    assert [phase.name for phase in timeline.phases] == ["before forward", "forward"]
+    peak = timeline.held_at(timeline.peak_event())
+    assert peak["parameters"] == 4 * 3_406_809_600
+    assert peak["activations"] == peak["gradients"] == peak["optimizer state"] == 0
+    tokens, ffn = 4 * 128, 10_240
+    # At the peak one block's SwiGLU holds three tensors of (tokens, d_ff) and the residual stream's three.
+    assert peak["temporaries"] == 4 * tokens * (3 * ffn + 3 * 2560)
+    assert timeline.held_at(timeline.n_events)["temporaries"] == 0
+    largest = timeline.largest(2)
+    assert [kind.size for kind in largest] == [4 * tokens * ffn] * 2
+    assert {kind.line.rpartition(" ")[2] for kind in largest} == {"forward", "silu"}
+    assert {kind.count for kind in largest} == {64}  # two in each of 32 blocks

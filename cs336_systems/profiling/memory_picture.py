@@ -36,7 +36,7 @@ def plot_timeline(timeline: MemoryTimeline, path: Path, title: str) -> None:
     top = timeline.total.max() / scale
     for phase in timeline.phases:
         axis.axvline(phase.first, color="black", linewidth=0.6, linestyle=":")
-        if phase.end - phase.first > timeline.n_events / 14:
+        if phase.end - phase.first > timeline.n_events / 28:
             axis.text((phase.first + phase.end) / 2, top * 1.03, phase.name, ha="center", fontsize=8)
     peak = timeline.peak_event()
     axis.plot(peak, top, "k.", markersize=5)
