@@ -4,9 +4,13 @@ nsys. A small program stands in for nsys: it notes how it was called, and leaves
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.util
 import json
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -17,8 +21,9 @@ import pytest
 import tyro
 
 from cs336_systems.configs import named_cell
+from cs336_systems.profiling.kernel_tables import class_table
 from cs336_systems.profiling.nsys import NsysFailed, benchmark_command, capture, export_sqlite, find_nsys
-from cs336_systems.profiling.run_analysis import find_reports, report_name, run_analysis
+from cs336_systems.profiling.run_analysis import find_reports, read_trace_file, report_name, run_analysis
 from cs336_systems.profiling.run_kernels import run_kernels
 from cs336_systems.profiling.run_nsys import run_nsys
 from cs336_systems.profiling.step_answers import StepRow
@@ -30,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CELL: dict[str, Any] = {"compile": "off", "attention": "naive", "optimizer": "adamw", "warmup": 1, "steps": 1}
 CELL |= {"batch_size": 4, "device": "cuda", "seed": 0}
 MS = 1_000_000
+NSYS = os.environ.get("NSYS", "nsys")  # a program, or a command that calls it
 
 _STAND_IN = """
 import pathlib, shutil, sys
@@ -174,7 +180,7 @@ def test_a_cell_that_cannot_run_is_a_row(nsys: Path, tmp_path: Path, capsys: pyt
     _benchmark_rows(out / "2.7b-ctx128-train-step-fp32", row)
     _run_nsys(nsys, out, size=("small", "2.7b"), resume=True)
     shown = capsys.readouterr()
-    assert "2.7b-ctx128-train-step-fp32: nsys left no report: nothing called cudaProfilerStart" in shown.err
+    assert "2.7b-ctx128-train-step-fp32 left no report: CUDA out of memory" in shown.err
     assert "2.7b-ctx128-train-step-fp32: oom (CUDA out of memory)" in shown.out
     rows = read_results(out / "steps.json", StepRow)[1]
     assert [(row.size, row.status) for row in rows] == [("small", "ok"), ("2.7b", "oom")]
@@ -194,6 +200,15 @@ def test_what_nsys_recorded_before_an_interruption_is_kept(
     assert stopped.value.code == 130
     assert "--resume goes on from here" in capsys.readouterr().err
     assert report.read_bytes() == before
+
+
+def test_a_capture_that_fails_otherwise_ends_the_run(nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (nsys / "fails").write_text("3")
+    with pytest.raises(SystemExit) as stopped:
+        _run_nsys(nsys, tmp_path / "out", ctx=(128, 256))
+    assert stopped.value.code == 1
+    assert "ended with status 3" in capsys.readouterr().err
+    assert len((nsys / "calls").read_text().splitlines()) == 1
 
 
 def test_failures_of_nsys_say_what_to_do(nsys: Path, tmp_path: Path) -> None:
@@ -281,6 +296,22 @@ def test_reports_are_found_exported_and_named(nsys: Path, tmp_path: Path) -> Non
     assert exported.with_suffix(".sqlite").exists()
 
 
+def test_a_full_disk_leaves_the_reports_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    report = _made_report(named_cell("small", 128, **CELL)).write(tmp_path / "full.sqlite")
+    before = report.read_bytes()
+    monkeypatch.setattr("cs336_systems.profiling.analysis.write_atomically", full)
+    with pytest.raises(SystemExit) as stopped:
+        _analyze(report, out=tmp_path / "out")
+    assert stopped.value.code == 1
+    assert "out: No space left on device; the reports are whole" in capsys.readouterr().err
+    assert report.read_bytes() == before
+
+
 def test_trimming_by_the_script(tmp_path: Path) -> None:
     report = _made_report(named_cell("small", 128, **CELL)).write(tmp_path / "full.sqlite")
     script = [sys.executable, str(ROOT / "scripts" / "analyze_nsys.py"), str(report)]
@@ -343,3 +374,26 @@ def test_kernels_of_a_cell_that_cannot_be(tmp_path: Path, capsys: pytest.Capture
             run_kernels("python scripts/profile_kernels.py", **arguments)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    shutil.which(shlex.split(NSYS)[0]) is None, reason="needs nsys (NSYS names a command that calls it)"
+)
+def test_both_profilers_agree_on_a_card(tmp_path: Path) -> None:
+    """Kernels, and their time in each phase within 3%, of the same step, which is large enough to keep a card busy."""
+    cell = ["--size", "small", "--ctx", "512", "--steps", "5"]
+    for script, arguments in (("profile_nsys", ["--nsys", NSYS, "--no-unprofiled"]), ("profile_kernels", [])):
+        command = [sys.executable, str(ROOT / "scripts" / f"{script}.py"), *cell, *arguments]
+        run = subprocess.run([*command, "--out", str(tmp_path / script)], capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, run.stderr
+    name = "small-ctx512-train-step-fp32"
+    from_nsys = read_trace_file(tmp_path / "profile_nsys" / name / "report.sqlite")
+    from_torch = read_trace_file(tmp_path / "profile_kernels" / f"{name}.json.gz")
+    for kind in ("step", "forward", "backward", "optimizer"):
+        first = {row.kernel: row for row in class_table(from_nsys, kind)}
+        second = {row.kernel: row for row in class_table(from_torch, kind)}
+        assert {label: row.count for label, row in first.items()} == {label: row.count for label, row in second.items()}
+        for label, row in first.items():
+            if row.share > 0.05:
+                assert row.total_ms == pytest.approx(second[label].total_ms, rel=0.03)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from cs336_systems.profiling.kernel_tables import class_table, kernel_table, range_table
@@ -79,14 +79,24 @@ def report_markdown(analysis: Analysis, top: int) -> str:
 
 
 def write_analyses(
-    analyses: Mapping[str, Analysis], failed: Sequence[StepRow], out: Path, provenance: Provenance, top: int
+    analyses: Mapping[str, Analysis], failed: Sequence[StepRow], results: ResultsFile[StepRow], top: int
 ) -> str:
-    """Writes under `out`: steps.{json,csv,md,tex} (a row each), answers.md, kernels.csv, and a Markdown file and a
-    timeline each. Returns answers.md. `failed` are rows of cells that left no report.
+    """Writes into the folder of `results`: its rows as JSON, CSV, Markdown and LaTeX, answers.md, kernels.csv, and a
+    Markdown file and a timeline each. Returns answers.md. `failed` are rows of cells that left no report.
 
-    Raises ValueError if `out` cannot be written, OSError if the disk is full.
+    A file that cannot be written, as on a full disk, ends the program with a line and status 1.
     """
-    results = ResultsFile(out, "steps", StepRow, provenance)
+    try:
+        return _write(analyses, failed, results, top)
+    except OSError as error:
+        print(
+            f"error: cannot write under {results.directory}: {error.strerror}; the reports are whole", file=sys.stderr
+        )
+        raise SystemExit(1) from None
+
+
+def _write(analyses: Mapping[str, Analysis], failed: Sequence[StepRow], results: ResultsFile[StepRow], top: int) -> str:
+    out = results.directory
     for row in [*(analysis.row for analysis in analyses.values()), *failed]:
         results.append(row)
     kernels = []
@@ -102,12 +112,12 @@ def write_analyses(
         write_atomically(out / "kernels.csv", pd.DataFrame(kernels).to_csv(index=False))
     shown = {name: heading for columns in COLUMNS.values() for name, heading in columns.items()}
     results.write_tables({"source": "report", **_there(results.rows, WHAT_RAN), **_there(results.rows, shown)})
-    markdown = answers_markdown(results.rows, provenance)
+    markdown = answers_markdown(results.rows, results.used_runs())
     write_atomically(out / "answers.md", markdown)
     return markdown
 
 
-def answers_markdown(rows: Sequence[StepRow], provenance: Provenance) -> str:
+def answers_markdown(rows: Sequence[StepRow], runs: Sequence[Provenance]) -> str:
     """One table a question of the handout, a row a cell."""
     measured = [_abbreviated(row) for row in rows if row.status == "ok"]
     what = _there(measured, WHAT_RAN) or {"source": "report"}
@@ -119,7 +129,7 @@ def answers_markdown(rows: Sequence[StepRow], provenance: Provenance) -> str:
     for row in rows:
         if row.status != "ok":
             parts.append(f"{row.source}: {row.status} ({row.reason})")
-    return "\n\n".join([*parts, f"Measured: {provenance.summary()}"]) + "\n"
+    return "\n\n".join([*parts, *(f"Measured: {run.summary()}" for run in runs)]) + "\n"
 
 
 def _there(rows: Sequence[StepRow], columns: Mapping[str, str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from cs336_systems.profiling.nsys_trim import trim_report
 from cs336_systems.profiling.step_answers import StepRow
 from cs336_systems.profiling.trace import Trace
 from cs336_systems.provenance import Provenance
-from cs336_systems.records import check_writable
+from cs336_systems.records import ResultsFile, check_writable
 
 UNPROFILED = "unprofiled"  # the folder of rows measured without a profiler
 _CELL = ("size", "ctx", "batch_size", "mode", "precision", "compile", "attention", "optimizer", "checkpoint_every")
@@ -63,11 +63,12 @@ def run_analysis(
             trace = read_trace_file(file, nsys)
             name = report_name(file)
             analyses[name] = analyze(replace(trace, source=name), _same_cell(baseline, trace.cell))
-        failed = [row for folder in folders for row in _failed_cells(folder)]
+        cells = [own for folder in folders for own in sorted(folder.iterdir()) if own.name != UNPROFILED]
+        failed = [row for own in cells for row in failed_rows(own)]
         if not analyses and not failed:
             raise ValueError(f"{reports[0]}: holds no report")
-        provenance = _provenance(command, files, list(analyses.values()))
-        print(write_analyses(analyses, failed, out, provenance, top))
+        results = ResultsFile(out, "steps", StepRow, _provenance(command, files, list(analyses.values())))
+    print(write_analyses(analyses, failed, results, top))
     print(f"Answers, rows, kernels, and a report and picture each: {out}/", file=sys.stderr)
     return list(analyses.values())
 
@@ -159,15 +160,14 @@ def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> d
     return next((row for row in rows if [row.get(name, usual.get(name)) for name in _CELL] == key), None)
 
 
-def _failed_cells(folder: Path) -> list[StepRow]:
-    """Of the cells that left no report, because they could not run: out of memory, or unsupported."""
-    failed = []
-    for own in sorted(path for path in folder.iterdir() if path.is_dir() and path.name != UNPROFILED):
-        for row in _rows(own / "benchmark.json"):
-            if row["status"] != "ok":
-                what = {name: row[name] for name in _CELL if name in StepRow.__dataclass_fields__}
-                failed.append(StepRow(source=own.name, status=row["status"], reason=row["reason"], **what))
-    return failed
+def failed_rows(folder: Path) -> list[StepRow]:
+    """Of a cell's folder: its row, if the cell could not run (out of memory, or unsupported)."""
+    shared = [name for name in _CELL if name in StepRow.__dataclass_fields__]
+    return [
+        StepRow(folder.name, row["status"], row["reason"], **{name: row[name] for name in shared})
+        for row in _rows(folder / "benchmark.json")
+        if row["status"] != "ok"
+    ]
 
 
 def _provenance(command: str, files: Sequence[Path], analyses: Sequence[Analysis]) -> Provenance:

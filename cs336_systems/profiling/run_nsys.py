@@ -21,7 +21,7 @@ from cs336_systems.profiling.nsys import (
     profile_command,
     run,
 )
-from cs336_systems.profiling.run_analysis import UNPROFILED, cell_name, run_analysis
+from cs336_systems.profiling.run_analysis import UNPROFILED, cell_name, failed_rows, run_analysis
 from cs336_systems.records import check_writable
 
 
@@ -42,7 +42,8 @@ def run_nsys(
 ) -> None:
     """Captures every cell of the product, exports it to `<out>/<cell>/report.sqlite`, and reads all (`run_analysis`).
 
-    A cell that cannot run (out of memory) leaves its benchmark's row and no report. Bad input ends the program with
+    A cell that cannot run (out of memory) leaves its benchmark's row and no report; any other failure ends the program
+    with status 1. Bad input ends the program with
     status 2 before anything runs; Ctrl-C leaves the reports so far, and `resume` goes on from there.
     """
     with refusing_bad_input():
@@ -68,15 +69,17 @@ def run_nsys(
                 report.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     capture(program, report, benchmark_command([cell], report.parent, nvtx=True))
-                except NsysFailed as error:
-                    print(f"error: {cell_name(cell)}: {error}", file=sys.stderr)
+                except NsysFailed:
+                    if not failed_rows(report.parent):
+                        raise
+                    print(f"{cell_name(cell)} left no report: {failed_rows(report.parent)[0].reason}", file=sys.stderr)
                     continue
             export_sqlite(report, program)
     except KeyboardInterrupt:
         print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None
     except NsysFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}. Reports so far are kept, and --resume goes on from them.", file=sys.stderr)
         raise SystemExit(1) from None
     run_analysis(command, reports=[out], benchmark=None, out=out, top=top, nsys=nsys)
 
