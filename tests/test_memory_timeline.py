@@ -58,8 +58,8 @@ STEP = ("start", "forward", "loss", "backward", "optimizer", "end")
 
 
 def a_step():
-    """Parameters (100) and a gradient of the step before (100) at first; an activation, temporaries of each phase, a new
-    gradient, optimizer state made in the first optimizer step, and the loss, which stays."""
+    """Parameters (100) and a gradient of the step before (100) at first; an activation, temporaries, a new gradient,
+    optimizer state made in the first optimizer step, and the loss, which stays."""
     events = [
         mark(),
         free(2, 100),  # zero_grad

@@ -14,6 +14,7 @@ from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
 from cs336_systems.benchmarking.sharding_cells import ShardingMemoryRow, ShardingRow
 from cs336_systems.configs import MODEL_SIZES
+from cs336_systems.provenance import Provenance
 from cs336_systems.records import format_value, read_results
 
 Block = Callable[[Path], str]
@@ -219,6 +220,27 @@ def sharding_memory(results: Path) -> str:
     return _table(headings, body)
 
 
+def memory(results: Path) -> str:
+    """A step's peak and what was held then, by mode, precision and context, beside the formula."""
+    # As plain JSON: its rows are the profiler's, which the benchmarks do not import.
+    document = json.loads((results / "memory" / "memory.json").read_text(encoding="utf-8"))
+    held = ("parameters", "optimizer_state", "gradients", "weight_copies", "activations", "temporaries", "other")
+    rows = sorted(document["rows"], key=lambda row: (row["mode"], row["precision"] != "fp32", row["ctx"]))
+    body = [
+        [
+            f"{row['size']}, {row['mode']}, {row['precision']}, {row['ctx']}",
+            row["peak_gib"] if row["status"] == "ok" else row["status"].upper(),
+            row["peak_predicted_gib"],
+            row["peak_phase"],
+            *(round(row[f"{name}_gib"], 2) for name in held),
+        ]
+        for row in rows
+    ]
+    headings = ["GiB", "peak", "predicted", "in", *(name.replace("_", " ") for name in held)]
+    runs = (Provenance(**run) for run in document["runs"])
+    return "\n\n".join([_table(headings, body), *(f"*{run.summary()}*" for run in runs)])
+
+
 BLOCKS: dict[str, Block] = {
     "step-at-256": step_at_256,
     "step-by-context": step_by_context,
@@ -230,6 +252,7 @@ BLOCKS: dict[str, Block] = {
     "data-parallel": data_parallel,
     "sharding": sharding,
     "sharding-memory": sharding_memory,
+    "memory": memory,
 }
 
 
