@@ -77,6 +77,20 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _what_a_process_has_one_of() -> Generator[None]:
+    """The model's attention and the precision of float32 products are a process's: a test gives them back."""
+    import torch
+
+    import cs336_basics.model
+
+    attention, precision = cs336_basics.model.scaled_dot_product_attention, torch.get_float32_matmul_precision()
+    yield
+    cs336_basics.model.scaled_dot_product_attention = attention
+    if torch.get_float32_matmul_precision() != precision:
+        torch.set_float32_matmul_precision(precision)
+
+
 @pytest.fixture
 def annotations_unchecked() -> Generator[None]:
     """For tests that compile in this process: an active checker around each function breaks torch.compile's graph."""
