@@ -8,7 +8,7 @@ dP = dO vᵀ; dS = P ∘ (dP - D) with D = rowsum(O ∘ dO); dK = dSᵀ q·scale
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_split import dot_parts, load_parts, parts_of
+from cs336_systems.attention.triton_split import add_dot_parts, dot_parts, load_parts, parts_of
 from cs336_systems.attention.triton_tiles import is_kept, is_visible, load_row
 
 
@@ -62,7 +62,7 @@ def accumulate_dkdv(
         q_tile, q_low = load_parts(
             q, q_strides, batch, batch_size, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, USE_TMA, PARTS
         )
-        scores_t = dot_parts(k, k_low, q_tile.T, q_low.T, None, PARTS, PRECISION)
+        scores_t = dot_parts(k, k_low, q_tile.T, q_low.T, PARTS, PRECISION)
         do_tile, do_low = load_parts(
             do,
             do_strides,
@@ -78,7 +78,7 @@ def accumulate_dkdv(
             USE_TMA,
             PARTS,
         )
-        dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, None, PARTS, PRECISION)
+        dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, PARTS, PRECISION)
         lse = load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
         p_t = tl.exp2(scores_t * scale_log2 - lse[None, :])
         if MASKED:
@@ -93,9 +93,9 @@ def accumulate_dkdv(
         if PARTS == 2:
             ds_t *= ds_scale
         p_high_t, p_low_t = parts_of(p_kept_t, do_tile.dtype, PARTS)
-        dv = dot_parts(p_high_t, p_low_t, do_tile, do_low, dv, PARTS, PRECISION)
+        dv = add_dot_parts(dv, p_high_t, p_low_t, do_tile, do_low, PARTS, PRECISION)
         ds_high_t, ds_low_t = parts_of(ds_t, q_tile.dtype, PARTS)
-        dk = dot_parts(ds_high_t, ds_low_t, q_tile, q_low, dk, PARTS, PRECISION)
+        dk = add_dot_parts(dk, ds_high_t, ds_low_t, q_tile, q_low, PARTS, PRECISION)
     return dk, dv
 
 
@@ -155,7 +155,7 @@ def accumulate_dq(
             USE_TMA,
             PARTS,
         )
-        scores = dot_parts(q, q_low, k_tile.T, k_low.T, None, PARTS, PRECISION)
+        scores = dot_parts(q, q_low, k_tile.T, k_low.T, PARTS, PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             p = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p, 0.0)
@@ -174,7 +174,7 @@ def accumulate_dq(
             USE_TMA,
             PARTS,
         )
-        dp = dot_parts(do, do_low, v_tile.T, v_low.T, None, PARTS, PRECISION)
+        dp = dot_parts(do, do_low, v_tile.T, v_low.T, PARTS, PRECISION)
         if HAS_DROPOUT:
             kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
             dp = tl.where(kept, dp * dropout_scale, 0.0)
@@ -182,5 +182,5 @@ def accumulate_dq(
         if PARTS == 2:
             ds *= ds_scale
         ds_high, ds_low = parts_of(ds, k_tile.dtype, PARTS)
-        dq = dot_parts(ds_high, ds_low, k_tile, k_low, dq, PARTS, PRECISION)
+        dq = add_dot_parts(dq, ds_high, ds_low, k_tile, k_low, PARTS, PRECISION)
     return dq

@@ -11,7 +11,7 @@ their logsumexp.
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_split import dot_parts, load_parts, parts_of, scale_of
+from cs336_systems.attention.triton_split import add_dot_parts, dot_parts, load_parts, parts_of, scale_of
 from cs336_systems.attention.triton_tiles import LN_2, is_kept, is_visible, load_tile, online_softmax_update, store_tile
 
 # Float32 in two parts: P is computed 2**14 times as large, so that what float16 cannot hold of it is too small to see.
@@ -72,7 +72,7 @@ def _attend(
             USE_TMA,
             PARTS,
         )
-        scores = dot_parts(q, q_low, k_tile.T, k_low.T, None, PARTS, PRECISION)
+        scores = dot_parts(q, q_low, k_tile.T, k_low.T, PARTS, PRECISION)
         if MASKED:
             scores = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), scores, float("-inf"))
         p, row_max, row_sum, correction = online_softmax_update(scores, row_max, row_sum, scale_log2, P_EXPONENT)
@@ -94,7 +94,7 @@ def _attend(
             PARTS,
         )
         p, p_low = parts_of(p, v_tile.dtype, PARTS)
-        acc = dot_parts(p, p_low, v_tile, v_low, acc * correction[:, None], PARTS, PRECISION)
+        acc = add_dot_parts(acc * correction[:, None], p, p_low, v_tile, v_low, PARTS, PRECISION)
     return acc, row_max, row_sum
 
 

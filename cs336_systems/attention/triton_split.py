@@ -238,10 +238,23 @@ def parts_of(x, DTYPE: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def dot_parts(a, a_low, b, b_low, acc, PARTS: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a·b; with two PARTS (a + a_low)·(b + b_low) but for low·low. The small terms come first."""
+def dot_parts(a, a_low, b, b_low, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """a·b; with two PARTS (a + a_low)·(b + b_low) but for low·low, the small terms first."""
     if PARTS == 2:
-        return tl.dot(a, b, tl.dot(a, b_low, tl.dot(a_low, b, acc)))
+        return tl.dot(a, b, tl.dot(a, b_low, tl.dot(a_low, b)))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def add_dot_parts(acc, a, a_low, b, b_low, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a·b, as `dot_parts` has it.
+
+    Tensor cores cut off what does not fit a sum, instead of rounding it: over thousands of keys that is a bias, of one
+    part in 2**24 a product of 16. So the parts' products are summed from zero, and added to acc in float32's rounding.
+    """
+    if PARTS == 2:
+        return acc + dot_parts(a, a_low, b, b_low, PARTS, PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
 
