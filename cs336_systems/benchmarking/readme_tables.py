@@ -85,20 +85,18 @@ def step_by_context(results: Path) -> str:
 
 
 def compile_at_256(results: Path) -> str:
-    """The train step with and without torch.compile, of the whole model or of each block."""
+    """The train step with and without torch.compile."""
     rows, provenance = _benchmark_rows(results, "compile")
     by_cell = {(row.size, row.precision, row.compile): row for row in rows}
-    body = [
-        [
-            size,
-            precision,
-            *(_time(by_cell.get((size, precision, how)), "step_mean_ms") for how in ("off", "on", "blocks")),
-        ]
-        for size in _sizes(rows)
-        for precision in dict.fromkeys(row.precision for row in rows if row.size == size)
-    ]
-    table = _table(["size", "precision", "eager step ms", "model compiled", "blocks compiled"], body)
-    return f"{table}\n\n{provenance}"
+    body = []
+    for size in _sizes(rows):
+        for precision in dict.fromkeys(row.precision for row in rows if row.size == size):
+            cells = [by_cell.get((size, precision, how)) for how in ("off", "on")]
+            times = [_time(cell, "step_mean_ms") for cell in cells]
+            memory = [_time(cell, "peak_memory_gib") for cell in cells]
+            body.append([size, precision, *times, *memory])
+    headings = ["size", "precision", "eager step ms", "compiled step ms", "eager peak GiB", "compiled peak GiB"]
+    return f"{_table(headings, body)}\n\n{provenance}"
 
 
 def warmup_at_256(results: Path) -> str:
@@ -120,29 +118,44 @@ def leaderboard(results: Path) -> str:
     """The 2025 leaderboard's timing of each implementation."""
     path = results / "leaderboard_attention" / "leaderboard_attention.json"
     runs, rows, _ = read_results(path, LeaderboardRow)
-    best = min(row.mean_ms for row in rows if row.implementation.startswith("sdpa") and row.mean_ms is not None)
+    flash = next(row.mean_ms for row in rows if row.implementation == "sdpa-flash" and row.mean_ms)
     body = [
-        [row.implementation, row.mean_ms, row.std_ms, row.tflops, row.mean_ms / best] for row in rows if row.mean_ms
+        [row.implementation, row.mean_ms, row.std_ms, row.tflops, row.mean_ms / flash] for row in rows if row.mean_ms
     ]
     headings = ["implementation", "mean ms", "± ms", "TFLOP/s", "of SDPA FlashAttention-2's time"]
     return f"{_table(headings, body)}\n\n*{runs[0].summary()}*"
 
 
 def flash_anchors(results: Path) -> str:
-    """Each implementation at length 16,384, by shape and pass."""
+    """Each implementation by shape, length and pass."""
     runs, rows, _ = read_results(results / "flash_anchors" / "flash_benchmark.json", FlashRow)
     names = list(dict.fromkeys(row.implementation for row in rows))
     body = []
-    for shape in dict.fromkeys((row.heads, row.head_dim, row.is_causal, row.phase) for row in rows):
-        heads, head_dim, is_causal, phase = shape
+    for shape in dict.fromkeys((row.heads, row.head_dim, row.length, row.phase) for row in rows):
+        heads, head_dim, length, phase = shape
         cells = {
             row.implementation: f"{format_value(row.median_ms)} ({row.tflops:.0f})"
             for row in rows
-            if (row.heads, row.head_dim, row.is_causal, row.phase) == shape and row.tflops is not None
+            if (row.heads, row.head_dim, row.length, row.phase) == shape and row.tflops is not None
         }
-        label = f"{heads} × {head_dim}{'' if is_causal else ', not causal'}, {phase}"
-        body.append([label, *(cells.get(name) for name in names)])
-    return f"{_table(['heads × head_dim, pass', *names], body)}\n\n*{runs[0].summary()}*"
+        body.append([f"{heads} × {head_dim}, {length:,}, {phase}", *(cells.get(name) for name in names)])
+    return f"{_table(['heads × head_dim, length, pass', *names], body)}\n\n*{runs[0].summary()}*"
+
+
+def flash_by_length(results: Path) -> str:
+    """FlashAttention-2's time over SDPA's, one head, over lengths: below 1 the project's is faster."""
+    runs, rows, _ = read_results(results / "flash_benchmark" / "flash_benchmark.json", FlashRow)
+    times = {(row.implementation, row.head_dim, row.phase, row.length): row.median_ms for row in rows}
+    lengths = sorted({row.length for row in rows})
+    body = []
+    for head_dim in sorted({row.head_dim for row in rows}):
+        for phase in ("forward", "backward", "both"):
+            pairs = [
+                [times.get((name, head_dim, phase, n)) for name in ("flash-triton", "sdpa-flash")] for n in lengths
+            ]
+            body.append([f"{head_dim}, {phase}", *(f"{ours / theirs:.2f}" if ours and theirs else None
+                                                    for ours, theirs in pairs)])  # fmt: skip
+    return f"{_table(['head_dim, pass', *map(str, lengths)], body)}\n\n*{runs[0].summary()}*"
 
 
 def all_reduce(results: Path) -> str:
@@ -248,6 +261,7 @@ BLOCKS: dict[str, Block] = {
     "warmup-at-256": warmup_at_256,
     "leaderboard": leaderboard,
     "flash-anchors": flash_anchors,
+    "flash-by-length": flash_by_length,
     "all-reduce": all_reduce,
     "data-parallel": data_parallel,
     "sharding": sharding,
