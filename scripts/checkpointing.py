@@ -1,6 +1,6 @@
 """Measure activation checkpointing: memory and time over the number of blocks in a segment, and nested checkpoints.
 
-    python scripts/checkpointing.py --size 2.7b --ctx 2048 --every 0 1 2 4 8 --precision bf16
+    python scripts/checkpointing.py --size 2.7b --ctx 2048 --checkpoint-every 0 1 2 4 8 --precision bf16
     python scripts/checkpointing.py --part nested
 
 The model's part sets each train step's peak memory and time beside the formulas of docs/accounting.md, also where it
@@ -26,7 +26,7 @@ class Arguments:
     """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
     ctx: tuple[int, ...] = (512,)
     """Context lengths, in tokens."""
-    every: tuple[int, ...] = (0, 1, 2, 4)
+    checkpoint_every: tuple[int, ...] = (0, 1, 2, 4)
     """Blocks in a checkpointed segment; 0 for no checkpoints, which the later ones are compared with."""
     precision: tuple[Precision, ...] = ("fp32",)
     """bf16 and fp16 are autocast over float32 weights."""
@@ -64,7 +64,7 @@ def main() -> None:
 
     parts, sizes, layers = options.pop("part"), options.pop("size"), options.pop("layers")
     files = {name: options.pop(name) for name in ("out", "resume")}
-    device, options["checkpoint_every"] = options.pop("device"), options.pop("every")
+    device = options.pop("device")
 
     def sweep(cells: list[Any], results: ResultsFile) -> None:
         def complete(cell: Any, measured: dict[str, Any]) -> dict[str, Any]:
