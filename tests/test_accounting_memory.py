@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from cs336_basics.model import BasicsTransformerLM
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.accounting import memory, training_memory
+from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
 from cs336_systems.configs import MODEL_SIZES, ModelConfig
+from cs336_systems.records import read_results
 
 # Odd sizes, so that no two products of them agree by accident.
 TINY = ModelConfig(d_model=24, d_ff=56, num_layers=3, num_heads=3, vocab_size=37, context_length=40)
@@ -206,6 +209,21 @@ def test_the_peak_of_a_step():
     assert sharded.peak / 2**30 == pytest.approx(50.0, rel=0.02)
     # Without activations to speak of, the optimizer's step is the peak: 16 bytes a parameter.
     assert training_memory.training_memory(MODEL_SIZES["xl"], 1, 1).peak == 16 * 1_998_235_200
+
+
+def test_the_peaks_that_were_measured_on_a_card():
+    """Every train step of results/benchmark/sizes that fitted: five sizes, four contexts, float32 and bfloat16."""
+    file = Path(__file__).resolve().parents[1] / "results" / "benchmark" / "sizes" / "benchmark.json"
+    rows = [row for row in read_results(file, BenchmarkRow)[1] if row.status == "ok"]
+    assert len(rows) > 30
+    for row in rows:
+        predicted = training_memory.training_memory(
+            row.model_config(), row.batch_size, row.ctx, row.precision, row.attention
+        )
+        ratio = predicted.peak / 2**30 / row.peak_memory_gib
+        # The rest is the allocator's rounding and cuBLAS's workspace, which larger steps dwarf.
+        least = 0.94 if row.peak_memory_gib < 40 else 0.985
+        assert least < ratio <= 1, row
 
 
 @pytest.mark.gpu
