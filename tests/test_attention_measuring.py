@@ -214,7 +214,7 @@ def test_each_peer_on_a_gpu_is_right_and_needs_little_more_than_its_tensors(name
     tensor_gib = 2 * 1024 * 64 * 2 / 2**30
     assert results["tflops"] > 0
     # q, k, v, dO, O and three gradients; float32 partial sums, or all scores, beside them
-    assert 8 * tensor_gib <= results["peak_memory_gib"] < (200 if "naive" in name else 20) * tensor_gib
+    assert 8 * tensor_gib <= results["peak_memory_gib"] < (500 if "naive" in name else 20) * tensor_gib
 
 
 @pytest.mark.gpu
