@@ -77,6 +77,8 @@ class ResultsFile(Generic[Row]):
         self._run_of_row: list[int] = []
         check_writable(self.directory)
         _lock_folder(self.directory)
+        for unfinished in self.directory.glob(f".{name}.*-*"):  # of a run that was killed as it wrote
+            unfinished.unlink()
         if self.path.exists():
             if resume:
                 self._read()

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from cs336_systems.benchmarking import isolation
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
 from cs336_systems.records import Unsupported
 from tests.script_helpers import is_running, wait_until
@@ -34,8 +35,8 @@ def _really_run_out_of_memory():
     return torch.empty(1 << 60, dtype=torch.uint8)
 
 
-def _be_killed():
-    os.kill(os.getpid(), signal.SIGKILL)
+def _be_killed(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
 
 
 def _be_unsupported():
@@ -70,6 +71,16 @@ def test_being_killed_is_an_outcome():
     assert outcome.status == "killed"
     assert "SIGKILL" in outcome.reason
     assert run_isolated(_double, 1).value == 2  # and the next call is none the worse
+
+
+def test_a_terminated_child_is_an_outcome_unless_this_process_is_to_end_too(monkeypatch):
+    assert run_isolated(_be_killed, signal.SIGTERM).status == "killed"
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # A job's end, of which the child hears first.
+    monkeypatch.setattr(isolation.time, "sleep", lambda seconds: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        run_isolated(_be_killed, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_unsupported_is_an_outcome_with_its_reason():

@@ -3,7 +3,6 @@
 import csv
 import errno
 import fcntl
-import json
 import os
 from dataclasses import dataclass, replace
 
@@ -56,6 +55,13 @@ def test_a_new_run_keeps_the_old_runs_files_together(tmp_path):
         assert (folder / "bench_times.png").read_text() == run
         assert {path.name for path in folder.iterdir() if path.is_file()} - {*others} == files
     assert all((tmp_path / name).exists() for name in others)  # no file of this name's
+
+
+def test_what_a_killed_run_left_half_written_goes(tmp_path):
+    for name in (".bench.json-123", ".bench.csv-9", ".other.json-5"):
+        (tmp_path / name).write_text("{")
+    ResultsFile(tmp_path, "bench", _Row, RUN)
+    assert [path.name for path in tmp_path.iterdir()] == [".other.json-5"]
 
 
 def test_resuming_on_another_card_is_refused(tmp_path):

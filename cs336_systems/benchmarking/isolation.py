@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _OUT_OF_MEMORY = (
     "Storage size calculation overflowed",  # more bytes than a number can hold
 )
 
+_SIGNAL_DELAY_S = 1.0
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -51,7 +54,7 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
 
     Raises:
         RuntimeError: the call raised anything but running out of memory or `Unsupported` (the child's traceback is in
-            the message), or the child ended by a signal other than the system's kill.
+            the message), or the child ended by a signal other than SIGKILL and SIGTERM.
     """
     context = _process_context()
     receiver, sender = context.Pipe(duplex=False)
@@ -93,6 +96,10 @@ def _process_context() -> Any:
 def _explain_exit(exit_code: int | None) -> Outcome:
     if exit_code == -signal.SIGKILL:
         return Outcome("killed", reason="killed by the system (SIGKILL), as when the machine's memory runs out")
+    if exit_code == -signal.SIGTERM:
+        # A scheduler that ends the whole job may reach the child first: then this process's own signal ends this sleep.
+        time.sleep(_SIGNAL_DELAY_S)
+        return Outcome("killed", reason="ended by SIGTERM, as by a daemon that guards the machine's memory")
     ended = f"exit code {exit_code}" if exit_code is None or exit_code >= 0 else signal.Signals(-exit_code).name
     raise RuntimeError(f"the measuring process ended without a result ({ended})")
 

@@ -1,0 +1,77 @@
+"""What becomes of a sweep's files whatever ends it: an error of a measurement, a full disk, a reader that has gone."""
+
+import errno
+import os
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from cs336_systems.benchmarking.into_files import sweep_into_files
+from cs336_systems.cli import show, tell
+from cs336_systems.records import ResultsFile, read_results
+from tests.example_rows import RUN
+
+
+@dataclass(frozen=True)
+class _Row:
+    number: int
+
+
+def _no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _write(results):
+    (results.directory / "rows.md").write_text(str(len(results.rows)))
+    return f"{len(results.rows)} rows"
+
+
+@pytest.fixture
+def results(tmp_path):
+    return ResultsFile(tmp_path, "rows", _Row, RUN)
+
+
+def test_an_os_error_of_a_measurement_is_not_taken_for_a_full_disk(results, capsys):
+    def sweep():
+        results.append(_Row(1))
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    with pytest.raises(OSError, match="no more processes"):
+        sweep_into_files(results, sweep, _write)
+    shown = capsys.readouterr()
+    assert shown.out == "1 rows\n"
+    assert "cannot write" not in shown.err
+    assert (results.directory / "rows.md").read_text() == "1"
+
+
+def test_a_full_disk_is_explained_and_counts_the_rows_that_are_there(results, capsys, monkeypatch):
+    def sweep():
+        results.append(_Row(1))
+        monkeypatch.setattr(os, "fsync", _no_space)
+        results.append(_Row(2))
+
+    with pytest.raises(SystemExit) as stopped:
+        sweep_into_files(results, sweep, _write)
+    assert stopped.value.code == 1
+    assert "No space left on device; the 1 rows before remain in rows.json. Make room" in capsys.readouterr().err
+    assert read_results(results.path, _Row)[1] == results.rows == [_Row(1)]
+
+
+def test_tables_that_do_not_fit_are_explained_too(results, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        sweep_into_files(results, lambda: results.append(_Row(1)), _no_space)
+    assert stopped.value.code == 1
+    assert "cannot write under" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_that_nobody_reads_on_stops_nothing(monkeypatch, stream):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, stream, gone)
+        for _ in range(2):
+            (show if stream == "stdout" else tell)("text")
+        if stream == "stderr":
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing it writes once more
