@@ -60,9 +60,10 @@ def _key(name: Pass, problem: Problem, use_tma: bool) -> str:
 
 def _read() -> dict[str, list]:
     try:
-        return json.loads(cache_file().read_text(encoding="utf-8"))
+        known = json.loads(cache_file().read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _add(key: str, config: KernelConfig) -> None:
