@@ -17,9 +17,9 @@ Layer = Callable[[Tensor], Tensor]
 class CheckpointedSegment(nn.Sequential):
     """Modules in a row, for which only the first one's input is kept between forward and backward."""
 
-    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def forward(self, input: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """(…) to (…), as the modules in a row give it. Under `torch.no_grad()` it is a plain `nn.Sequential`."""
-        return checkpoint(super().forward, x, use_reentrant=False)
+        return checkpoint(super().forward, input, use_reentrant=False)
 
 
 def checkpoint_blocks(model: nn.Module, every: int) -> None:

@@ -14,6 +14,7 @@ from cs336_systems.profiling.memory_profile import file_name, measure_memory, re
 from cs336_systems.profiling.memory_recording import record_step
 from cs336_systems.profiling.memory_timeline import read_timeline
 from cs336_systems.profiling.storage_trace import StorageTrace
+from cs336_systems.records import Unsupported
 from cs336_systems.workload import Workload
 
 
@@ -123,15 +124,43 @@ def test_where_memory_runs_out_everything_is_of_that_moment(tmp_path, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
 
     monkeypatch.setattr(torch.Tensor, "backward", out_of_memory)
-    results = measure_memory(_cell(), tmp_path)
+    cell = _cell(precision="bf16")
+    results = measure_memory(cell, tmp_path)
     monkeypatch.setattr(torch.Tensor, "backward", plain)
     assert len(calls) == 2  # in the warm-up, and again while it is recorded
     assert results["status"] == "oom"
     assert results["reason"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert results["activations_gib"] * 2**30 >= memory.saved_activation_bytes(_cell().model_config(), 2, 40)
+    config = cell.model_config()
+    the_loss = 4
+    assert results["activations_gib"] * 2**30 == memory.saved_activation_bytes(config, 2, 40, "bf16") + the_loss
+    assert results["weight_copies_gib"] * 2**30 == memory.autocast_weight_bytes(config, "bf16")
     assert results["peak_phase"] in ("loss", "backward")
     assert list((tmp_path / "snapshots").iterdir())
     assert list((tmp_path / "pictures").iterdir())
+
+
+def test_memory_that_runs_out_in_forward_is_told_apart_too(monkeypatch):
+    workload = Workload(_cell(precision="bf16"))
+
+    def out_of_memory(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    workload.model.ln_final.register_forward_pre_hook(out_of_memory)
+    snapshot, error = record_step(workload)
+    assert isinstance(error, torch.OutOfMemoryError)
+    timeline = read_timeline(snapshot)
+    held = timeline.held_at(timeline.n_events)
+    config = workload.cell.model_config()
+    of_lm_head = 2 * 37 * 24
+    assert held["weight copies"] == memory.autocast_weight_bytes(config, "bf16") - of_lm_head
+    of_blocks = 4 * sum(memory.block_saved_tensors(config, 2, 40, "bf16").values())
+    assert held["activations"] == of_blocks + memory.residual_stream_bytes(config, 2, 40)  # and the last block's output
+    assert [phase.name for phase in timeline.phases] == ["before forward", "forward"]
+
+
+def test_what_cannot_be_seen_is_said():
+    with pytest.raises(Unsupported, match="compile='blocks': on a CPU only eager code is seen"):
+        record_step(Workload(_cell(compile="blocks")))
 
 
 def test_other_errors_are_not_taken_for_memory(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ _WATCHERS = ("/cs336_systems/profiling/", "/cs336_systems/weight_copies.py")
 
 @contextmanager
 def forward_lines_kept() -> Generator[None]:
-    """Within it each new node remembers its Python stack, as in autograd's anomaly mode, which here checks no values."""
+    """Within it each new node remembers its Python stack, as in autograd's anomaly mode; no values are checked."""
     before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.autograd.set_detect_anomaly(True, check_nan=False)
     try:

@@ -43,7 +43,7 @@ def record_step(workload: Workload) -> tuple[Snapshot, Exception | None]:
         allocations live at that mark are. "has_backward": whether the mode has a backward pass.
 
     Raises:
-        Unsupported: another device.
+        Unsupported: another device, or compiled code on a CPU.
     """
     gc.collect()
     recorder = _Recorder(workload)
@@ -55,7 +55,7 @@ def record_step(workload: Workload) -> tuple[Snapshot, Exception | None]:
             recorder.mark(END)
             recorder.hold_persistent()
         except Exception as error:  # its traceback holds the step's tensors: they are live in the snapshot
-            recorder.hold_persistent(at_the_end=True)
+            recorder.hold_at_the_end()
             return recorder.snapshot(), error
         return recorder.snapshot(), None
 
@@ -125,6 +125,8 @@ class _Recorder:
         device = workload.device.type
         if device not in ("cuda", "cpu"):
             raise Unsupported(f"device={device!r}: memory is recorded on cuda and on cpu")
+        if device == "cpu" and workload.cell.compile != "off":
+            raise Unsupported(f"compile={workload.cell.compile!r}: on a CPU only eager code is seen")
         self.history = _CudaHistory() if device == "cuda" else _TraceHistory(_known_tensors(workload))
         self._marks: list[str] = []
         self._held: list[dict[str, Any]] = []
@@ -159,9 +161,14 @@ class _Recorder:
         watching.enter_context(forward_lines_kept())
         return watching
 
-    def hold_persistent(self, at_the_end: bool = False) -> None:
-        """Notes where parameters, gradients and optimizer state are now, at the last mark or at the history's end."""
-        mark = -1 if at_the_end else len(self._marks) - 1
+    def hold_at_the_end(self) -> None:
+        """Notes where everything is when a step has ended early."""
+        self._hold("weight copies", self._copies.addresses(), -1)
+        self.hold_persistent(-1)
+
+    def hold_persistent(self, mark: int | None = None) -> None:
+        """Notes where parameters, gradients and optimizer state are now, by default at the last mark."""
+        mark = len(self._marks) - 1 if mark is None else mark
         for category, tensors in _persistent_tensors(self.workload).items():
             self._hold(category, {tensor.untyped_storage().data_ptr() for tensor in tensors}, mark)
 
