@@ -118,7 +118,7 @@ def _backward_without_autograd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *set
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> Any:
         o, lse = _forward_without_autograd(*args)
         q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
         ctx.save_for_backward(q, k, v, o, lse, seed)
@@ -142,7 +142,7 @@ class _DirectFlashAttention(_FlashAttention):
     """The same where nothing intercepts the call, without looking again and without an output that nobody reads."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Any:
         q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
         o, lse = _forward(*args)
         ctx.save_for_backward(q, k, v, o, lse, seed)

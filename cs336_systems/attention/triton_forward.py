@@ -53,7 +53,7 @@ def _attend(
     USE_TMA: tl.constexpr,
 ):
     """Attend from one tile of queries to keys begin … end; without MASKED every pair is visible and in range."""
-    P_EXPONENT: tl.constexpr = P_EXPONENT_OF_PARTS if PARTS == 2 else 0
+    P_EXPONENT: tl.constexpr = P_EXPONENT_OF_PARTS * (PARTS - 1)
     query_index = start_m + tl.arange(0, BLOCK_M)[:, None]
     for start_n in tl.range(begin, end, BLOCK_N):
         key_index = start_n + tl.arange(0, BLOCK_N)[None, :]
@@ -147,7 +147,7 @@ def flash_forward_kernel(
     kv_head = head // GROUP
     dropout = (dropout_p, seed, offset)
 
-    P_EXPONENT: tl.constexpr = P_EXPONENT_OF_PARTS if PARTS == 2 else 0
+    P_EXPONENT: tl.constexpr = P_EXPONENT_OF_PARTS * (PARTS - 1)
     if PARTS == 2:
         n_scales = batch_size * (heads // GROUP)
         scaled_head = batch * (heads // GROUP) + kv_head

@@ -112,7 +112,7 @@ def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: in
         seeds = (seed, offset) if step.takes_seed else ()
         compiled = plan.compiled[i] if is_direct else None
         if compiled is None:
-            operands = [tensors[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+            operands = [tensors[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
             compiled = step.kernel[(step.n_programs,)](
                 *operands, *step.numbers, *seeds, *step.constants,
                 num_warps=step.config.num_warps, num_stages=step.config.num_stages,
@@ -122,7 +122,7 @@ def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: in
             continue
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        operands = [pointers[x] if type(x) is int else _descriptor(tensors, x) for x in step.operands]
+        operands = [pointers[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
         compiled.run(
             step.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *operands, *step.numbers, *seeds, *step.constants,
