@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
+
+from cs336_systems.records import write_atomically
 
 # One colour a phase or a technique, told apart by colour-blind readers too (Okabe and Ito's palette).
 PHASE_COLOURS = {"forward": "#0072B2", "loss": "#56B4E9", "backward": "#D55E00", "optimizer": "#009E73"}
@@ -26,9 +29,11 @@ def new_figure(columns: int = 1, rows: int = 1, width: float = 4.2, height: floa
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes the picture (the ending names the format) and lets its memory go."""
+    """Writes the picture whole (the ending names the format), and lets its memory go. Raises NotWritten."""
     import matplotlib.pyplot as plt
 
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=130)
     plt.close(figure)
+    write_atomically(path, content.getvalue())

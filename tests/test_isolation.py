@@ -106,10 +106,20 @@ def test_a_crash_is_told_as_one():
         (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (ValueError("out of memory"), False),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (ImportError("No module named 'torch'"), False),
     ],
 )
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
+
+
+def test_what_counts_as_out_of_memory_needs_no_torch(monkeypatch):
+    """Where memory is too little to import torch, that is the error to judge."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(ImportError("libc10.so: failed to map segment from shared object"))
+    assert not is_out_of_memory(KeyError())
 
 
 def test_a_child_does_not_outlive_a_killed_parent(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -30,6 +31,7 @@ _OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "Cannot allocate memory",
+    "failed to map segment from shared object",  # an import under `ulimit -v`
     "Storage size calculation overflowed",  # more bytes than a number can hold
 )
 
@@ -108,9 +110,9 @@ def _child(
     sender: Connection, lifeline: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     os.environ.update(environment)
     try:
+        threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
         message = ("ok", function(*args))
     except Unsupported as error:
         message = ("unsupported", str(error))
@@ -132,9 +134,10 @@ def _end_with_parent(lifeline: Connection) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, the card's or the machine's."""
-    import torch
-
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    """Whether `error` says that memory ran out, the card's or the machine's, be it too little to import torch."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return isinstance(error, (RuntimeError, OSError, ImportError)) and any(
+        sign in str(error) for sign in _OUT_OF_MEMORY
+    )

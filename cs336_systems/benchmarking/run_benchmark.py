@@ -53,8 +53,9 @@ def run_benchmark(
         sizes = [_size_parameters(name, vocab_size, given) for name in size]
 
     def write_files(results: ResultsFile) -> str:
+        table = results.write_tables(table_columns(results.rows), table_note(results.rows))
         plot_phases(results.rows, out / "benchmark.png")
-        return results.write_tables(table_columns(results.rows), table_note(results.rows))
+        return table
 
     return measure_into_files(
         command,

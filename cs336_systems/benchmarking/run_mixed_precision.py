@@ -87,9 +87,10 @@ def _write(
 def _benchmark(cells: list[BenchmarkCell], results: ResultsFile, out: Path) -> None:
     def write_files(results: ResultsFile) -> str:
         rows = results.rows
-        plot_phases(rows, out / "benchmark.png")
         notes = [table_note(rows), cache_note(rows), speedup_table(rows)]
         columns = precision_columns(rows, table_columns(rows))
-        return results.write_tables(columns, "\n\n".join(note for note in notes if note))
+        table = results.write_tables(columns, "\n\n".join(note for note in notes if note))
+        plot_phases(rows, out / "benchmark.png")
+        return table
 
     sweep_into_files(results, lambda: run_sweep(cells, measure_precision_cell, results, cell_label), write_files)
