@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,18 @@ def is_running(pid: int) -> bool:
         return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def forked_processes() -> list[int]:
+    """All that the tests' fork server has forked and that still run; none where there is no /proc."""
+    server = forkserver._forkserver._forkserver_pid
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == server and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def run_without_torch(name: str, *arguments: str) -> tuple[int, str]:

@@ -12,7 +12,7 @@ import pytest
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
 from cs336_systems.records import read_results
 from tests.distributed_helpers import ROOT
-from tests.script_helpers import ScriptProcess, assert_help_needs_no_torch, wait_until
+from tests.script_helpers import ScriptProcess, assert_help_needs_no_torch, forked_processes, wait_until
 
 QUICK = ["--size", "tiny", "--ctx", 16, "--warmup", 1, "--steps", 2, "--device", "cpu"]
 KINDS = ("json", "csv", "md", "tex", "png")
@@ -88,17 +88,43 @@ def test_a_standard_output_that_cannot_take_the_table_loses_no_file(tmp_path, st
     assert {path.name for path in out.iterdir()} == {f"benchmark.{kind}" for kind in KINDS}
 
 
-def test_ctrl_c_leaves_the_rows_so_far(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_leaves_the_rows_so_far_and_no_process(tmp_path, number, status, run_script):
+    arguments = [*QUICK, "--mode", "forward", "--out", tmp_path / "out"]
     out = tmp_path / "out"
-    run = ScriptProcess(tmp_path, "benchmark", *QUICK, "--ctx", *range(8, 40), "--out", out)
+    run = ScriptProcess(tmp_path, "benchmark", *arguments, "--ctx", *range(8, 40))
     wait_until((out / "benchmark.json").exists)
-    run.send_signal(signal.SIGINT)
-    assert run.wait() == 130
+    run.send_signal(number)
+    assert run.wait() == status
+    wait_until(lambda: not forked_processes(), "the end of the measuring process")
     rows = read_results(out / "benchmark.json", BenchmarkRow)[1]
     assert 1 <= len(rows) < 32
-    assert run.output.count("| tiny") == len(rows)
-    assert "--resume" in run.errors
     assert "Traceback" not in run.errors
+    if number != signal.SIGKILL:
+        assert run.output.count("| tiny") == len(rows)
+        assert ("--resume" in run.errors) == (number == signal.SIGINT)
+    more = range(8, 8 + len(rows) + 1)
+    resumed, _, errors = run_script("benchmark", *arguments, "--ctx", *more, "--resume")
+    assert resumed == 0, errors
+    after = read_results(out / "benchmark.json", BenchmarkRow)[1]
+    assert after[: len(rows)] == rows
+    assert [row.ctx for row in after] == list(more)
+    assert {path.name for path in out.iterdir()} == {f"benchmark.{kind}" for kind in KINDS}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names a pipe by its path under /proc")
+def test_a_reader_that_has_gone_costs_no_file(tmp_path):
+    """As in `python scripts/benchmark.py … | true`."""
+    reader, writer = os.pipe()
+    stdout = f"/proc/{os.getpid()}/fd/{writer}"
+    run = ScriptProcess(tmp_path, "benchmark", *QUICK, "--out", tmp_path / "out", stdout=stdout)
+    wait_until((tmp_path / "out" / "benchmark.json").exists)
+    os.close(reader)
+    os.close(writer)
+    assert run.wait() == 0, run.errors
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"benchmark.{kind}" for kind in KINDS}
 
 
 @pytest.mark.parametrize(
