@@ -23,7 +23,16 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
     # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    sys.excepthook = _without_traceback_of_an_interrupt
     return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
+
+
+def _without_traceback_of_an_interrupt(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Ctrl-C where nothing has been measured yet is a line; any other error that nobody caught keeps its traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        tell("\nInterrupted.")
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 @contextmanager

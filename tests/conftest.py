@@ -125,6 +125,7 @@ def run_script(
         shown = capsys.readouterr()
         return status, shown.out, shown.err
 
-    at_termination = signal.getsignal(signal.SIGTERM)  # scripts set their own
+    at_termination, at_an_error = signal.getsignal(signal.SIGTERM), sys.excepthook  # scripts set their own
     yield run
     signal.signal(signal.SIGTERM, at_termination)
+    sys.excepthook = at_an_error
