@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -64,10 +65,11 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
     child = context.Process(
         target=_child, args=(sender, lifeline_end, dict(environment or {}), function, args), daemon=True
     )
-    child.start()
-    sender.close()
-    lifeline_end.close()
     try:
+        with _signals_waiting():
+            child.start()
+        sender.close()
+        lifeline_end.close()
         try:
             status, payload = receiver.recv()
         except EOFError:  # it ended without a word
@@ -83,6 +85,26 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
     if status == "error":
         raise RuntimeError(f"{getattr(function, '__qualname__', function)} failed in its own process:\n{payload}")
     return Outcome("ok", value=payload) if status == "ok" else Outcome(status, reason=payload)
+
+
+@contextmanager
+def _signals_waiting() -> Generator[None]:
+    """SIGINT and SIGTERM are answered at the end: in the middle of a fork request they would end the fork server, which
+    dies of a request cut short, and with it everything that was forked from it is lost to its parents."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _process_context() -> Any:
