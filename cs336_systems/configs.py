@@ -170,30 +170,46 @@ class BenchmarkCell:
         )
 
 
+def named_shape(size: str) -> dict[str, Any]:
+    """What a size's name stands for: `BenchmarkCell`'s size, hyperparameters and vocabulary. ValueError for a size that
+    has no name here."""
+    check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
+    named = MODEL_SIZES[size]
+    return {
+        "size": size,
+        **{name: getattr(named, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")},
+    }
+
+
 def named_cell(size: str, ctx: int, **parameters) -> BenchmarkCell:
     """A cell of a named size; keyword arguments are `BenchmarkCell`'s other fields.
 
     For example `named_cell("small", 256, mode="forward")`. Raises ValueError for a size that has no name here.
     """
-    check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
-    named = MODEL_SIZES[size]
-    shape = {name: getattr(named, name) for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")}
-    return BenchmarkCell(size=size, ctx=ctx, **{**shape, **parameters})
+    return BenchmarkCell(**(named_shape(size) | parameters), ctx=ctx)
 
 
-def named_cells(sizes: Iterable[str], **parameters: Any) -> list[BenchmarkCell]:
-    """The product of all parameters for each named size: each keyword is one value or a tuple of values.
+def sweep_cells(shapes: Iterable[dict[str, Any]], **parameters: Any) -> list[BenchmarkCell]:
+    """The product of all parameters for each shape (`named_shape`'s, or one of one's own): each keyword is one value or
+    a tuple of values, and takes the place of the shape's. A value given twice is one cell.
 
-    For example `named_cells(("small", "large"), ctx=(128, 256), mode="forward")` are four cells. A value given twice is
-    one cell. Raises ValueError for the first cell that cannot be.
+    Raises ValueError for the first cell that cannot be.
     """
     varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
     cells = (
-        named_cell(size, **dict(zip(varied, values, strict=True)))
-        for size in sizes
+        BenchmarkCell(**{**shape, **dict(zip(varied, values, strict=True))})
+        for shape in shapes
         for values in product(*varied.values())
     )
     return list(dict.fromkeys(cells))
+
+
+def named_cells(sizes: Iterable[str], **parameters: Any) -> list[BenchmarkCell]:
+    """`sweep_cells` of named sizes: `named_cells(("small", "large"), ctx=(128, 256), mode="forward")` are four cells.
+
+    Raises ValueError for a size that has no name here, and for the first cell that cannot be.
+    """
+    return sweep_cells(map(named_shape, sizes), **parameters)
 
 
 CELL_PARAMETERS: tuple[str, ...] = tuple(field.name for field in fields(BenchmarkCell))

@@ -8,10 +8,9 @@ from __future__ import annotations
 import gc
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from cs336_systems.configs import BenchmarkCell
@@ -104,21 +103,6 @@ def _peak_memory_bytes(device: Any) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Linux counts it in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def sweep_cells(sizes: Iterable[dict[str, Any]], **parameters: Any) -> list[BenchmarkCell]:
-    """The product of all parameters: each keyword is one value or a tuple of values.
-
-    `sizes` are what a size stands for, e.g. `{"size": "tiny", "d_model": 128, …}`. Raises ValueError for the first cell
-    that cannot be.
-    """
-    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
-    cells = [
-        BenchmarkCell(**size, **dict(zip(varied, values, strict=True)))
-        for size in sizes
-        for values in product(*varied.values())
-    ]
-    return list(dict.fromkeys(cells))  # a value given twice is measured once
 
 
 def cell_label(cell: BenchmarkCell) -> str:

@@ -12,14 +12,13 @@ from cs336_systems.benchmarking.model_benchmark import (
     BenchmarkRow,
     cell_label,
     measure_cell,
-    sweep_cells,
     table_columns,
     table_note,
 )
 from cs336_systems.benchmarking.plots import plot_phases
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import MODEL_SIZES, SIZE_NAMES, check
+from cs336_systems.configs import SIZE_NAMES, check, named_shape, sweep_cells
 from cs336_systems.records import ResultsFile
 
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -75,12 +74,11 @@ def _size_parameters(name: str, vocab_size: int | None, given: dict[str, int | N
     if name == "custom":
         for flag, value in given.items():
             check(value is not None, flag, value, "--size custom needs it (with d_model, d_ff, num_layers, num_heads)")
-        shape: dict[str, Any] = dict(given)
-        shape["vocab_size"] = 10_000
+        shape: dict[str, Any] = {"size": name, **given, "vocab_size": 10_000}
     else:
         for flag, value in given.items():
             check(value is None, flag, value, f"goes with --size custom; {name!r} has its own")
-        shape = {flag: getattr(MODEL_SIZES[name], flag) for flag in (*_SHAPE, "vocab_size")}
+        shape = named_shape(name)
     if vocab_size is not None:
         shape["vocab_size"] = vocab_size
-    return {"size": name, **shape}
+    return shape
