@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from cs336_systems.cli import command_line, parse
 from cs336_systems.configs import Attention, Optimizer, Precision
@@ -54,35 +54,13 @@ class Arguments:
 
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
-    from cs336_systems.benchmarking import checkpointing
+    from cs336_systems.benchmarking.checkpointing import run_checkpointing
     from cs336_systems.benchmarking.into_files import measure_into_files
-    from cs336_systems.benchmarking.model_benchmark import cell_label, measure_cell
-    from cs336_systems.benchmarking.sweep import run_sweep
-    from cs336_systems.configs import named_cells
     from cs336_systems.profiling.nested_checkpointing import NestedRow, nested_cells, run_nested_sweep, write_nested
-    from cs336_systems.records import ResultsFile
 
-    parts, sizes, layers = options.pop("part"), options.pop("size"), options.pop("layers")
-    files = {name: options.pop(name) for name in ("out", "resume")}
-    device = options.pop("device")
-
-    def sweep(cells: list[Any], results: ResultsFile) -> None:
-        def complete(cell: Any, measured: dict[str, Any]) -> dict[str, Any]:
-            return checkpointing.complete(results.rows, cell, measured)
-
-        run_sweep(cells, measure_cell, results, cell_label, complete)
-
+    parts, layers = options.pop("part"), options.pop("layers")
     if "model" in parts:
-        measure_into_files(
-            command_line(),
-            "checkpointing",
-            checkpointing.CheckpointRow,
-            lambda device: named_cells(sizes, device=device, **options),
-            sweep,
-            checkpointing.write_files,
-            device=device,
-            **files,
-        )
+        run_checkpointing(command_line(), **options)
     if "nested" in parts:
         measure_into_files(
             command_line(),
@@ -92,7 +70,8 @@ def main() -> None:
             run_nested_sweep,
             write_nested,
             device="cpu",
-            **files,
+            out=options["out"],
+            resume=options["resume"],
         )
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.cli import command_line, parse, refusing_bad_input
 from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
@@ -59,40 +58,24 @@ class Arguments:
 
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
-    from cs336_systems.benchmarking.into_files import measure_into_files
-    from cs336_systems.benchmarking.model_benchmark import cell_label
-    from cs336_systems.benchmarking.sweep import run_sweep
-    from cs336_systems.configs import named_cells
-    from cs336_systems.profiling.memory_profile import (
-        AllocationRow,
-        MemoryRow,
-        measure_memory,
-        report_snapshot,
-        write_files,
-    )
-    from cs336_systems.records import DetailRows, ResultsFile
+    from cs336_systems.benchmarking.detailed_sweep import run_detailed_sweep
+    from cs336_systems.profiling import memory_profile
 
     snapshot, out = options.pop("snapshot"), options["out"]
     if snapshot is not None:
         with refusing_bad_input():
-            report = report_snapshot(snapshot, out)
+            report = memory_profile.report_snapshot(snapshot, out)
         print(report)
         return
-    sizes, files = options.pop("size"), {name: options.pop(name) for name in ("device", "out", "resume")}
-    details: list[DetailRows] = []
-
-    def sweep(cells: list[Any], results: ResultsFile) -> None:
-        details.append(DetailRows(results, "memory_allocations", AllocationRow, "largest", files["resume"]))
-        run_sweep(cells, partial(measure_memory, out=out), results, cell_label, details[0].complete)
-
-    measure_into_files(
+    run_detailed_sweep(
         command_line(),
         "memory",
-        MemoryRow,
-        lambda device: named_cells(sizes, device=device, steps=1, **options),
-        sweep,
-        lambda results: write_files(results, details[0].file),
-        **files,
+        memory_profile.MemoryRow,
+        ("memory_allocations", memory_profile.AllocationRow, "largest"),
+        partial(memory_profile.measure_memory, out=out),
+        memory_profile.write_files,
+        steps=1,
+        **options,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cs336_systems.cli import command_line, parse
 from cs336_systems.configs import Attention, Compile, Precision
@@ -44,29 +43,20 @@ class Arguments:
 
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
-    from cs336_systems.benchmarking.into_files import measure_into_files
-    from cs336_systems.benchmarking.model_benchmark import cell_label
-    from cs336_systems.benchmarking.sweep import run_sweep
-    from cs336_systems.configs import named_cells
-    from cs336_systems.profiling.saved_tensors import BlockRow, SavedTensorRow, measure_block, write_files
-    from cs336_systems.records import DetailRows, ResultsFile
+    from cs336_systems.benchmarking.detailed_sweep import run_detailed_sweep
+    from cs336_systems.profiling import saved_tensors
 
-    sizes, files = options.pop("size"), {name: options.pop(name) for name in ("device", "out", "resume")}
-    details: list[DetailRows] = []
-
-    def sweep(cells: list[Any], results: ResultsFile) -> None:
-        details.append(DetailRows(results, "saved_tensors_list", SavedTensorRow, "tensors", files["resume"]))
-        run_sweep(cells, measure_block, results, cell_label, details[0].complete)
-
-    fixed = {"mode": "forward-backward", "num_layers": 1, "steps": 1}
-    measure_into_files(
+    run_detailed_sweep(
         command_line(),
         "saved_tensors",
-        BlockRow,
-        lambda device: named_cells(sizes, device=device, **fixed, **options),
-        sweep,
-        lambda results: write_files(results, details[0].file),
-        **files,
+        saved_tensors.BlockRow,
+        ("saved_tensors_list", saved_tensors.SavedTensorRow, "tensors"),
+        saved_tensors.measure_block,
+        saved_tensors.write_files,
+        mode="forward-backward",
+        num_layers=1,
+        steps=1,
+        **options,
     )
 
 

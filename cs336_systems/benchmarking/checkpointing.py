@@ -10,8 +10,10 @@ from typing import Any
 from cs336_systems.accounting.flops import train_step_flops
 from cs336_systems.accounting.memory import saved_activation_bytes
 from cs336_systems.accounting.training_memory import training_memory
-from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
-from cs336_systems.configs import BenchmarkCell
+from cs336_systems.benchmarking.into_files import measure_into_files
+from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, cell_label, measure_cell
+from cs336_systems.benchmarking.sweep import run_sweep
+from cs336_systems.configs import BenchmarkCell, named_cells
 from cs336_systems.figures import COLOURS, new_figure, save_figure
 from cs336_systems.records import ResultsFile
 
@@ -144,3 +146,26 @@ def write_files(results: ResultsFile) -> str:
         if name in ("size", "status", "checkpoint_every") or {getattr(row, name) for row in rows} != {None}
     }
     return results.write_tables(columns, best_note(rows))
+
+
+def run_checkpointing(
+    command: str, *, size: tuple[str, ...], device: str, out: Path, resume: bool, **parameters: Any
+) -> list[CheckpointRow]:
+    """Measures the product of sizes and parameters and leaves the files under `out`; see scripts/checkpointing.py."""
+
+    def sweep(cells: list[BenchmarkCell], results: ResultsFile) -> None:
+        run_sweep(
+            cells, measure_cell, results, cell_label, lambda cell, measured: complete(results.rows, cell, measured)
+        )
+
+    return measure_into_files(
+        command,
+        "checkpointing",
+        CheckpointRow,
+        lambda device: named_cells(size, device=device, **parameters),
+        sweep,
+        write_files,
+        device=device,
+        out=out,
+        resume=resume,
+    )

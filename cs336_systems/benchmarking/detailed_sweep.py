@@ -1,0 +1,51 @@
+"""A sweep over named sizes whose measurements have details: many rows a cell, in a second file beside the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.benchmarking.into_files import measure_into_files
+from cs336_systems.benchmarking.model_benchmark import cell_label
+from cs336_systems.benchmarking.sweep import run_sweep
+from cs336_systems.configs import named_cells
+from cs336_systems.records import DetailRows, ResultsFile
+
+
+def run_detailed_sweep(
+    command: str,
+    name: str,
+    row_type: Any,
+    details: tuple[str, Any, str],
+    measure: Callable[[Any], dict[str, Any]],
+    write_files: Callable[[ResultsFile, ResultsFile], str],
+    *,
+    size: tuple[str, ...],
+    device: str,
+    out: Path,
+    resume: bool,
+    **parameters: Any,
+) -> list[Any]:
+    """Measures the product of sizes and `parameters` (`named_cells`) into files under `out`; returns the rows.
+
+    `details` are the second file's name, its row type, and the key under which a measurement has its rows
+    (`DetailRows`). `write_files(rows, details)` writes the tables of both, and returns what a person reads.
+    """
+    detail_rows: list[DetailRows] = []
+
+    def sweep(cells: list[Any], results: ResultsFile) -> None:
+        detail_rows.append(DetailRows(results, *details, resume))
+        run_sweep(cells, measure, results, cell_label, detail_rows[0].complete)
+
+    return measure_into_files(
+        command,
+        name,
+        row_type,
+        lambda device: named_cells(size, device=device, **parameters),
+        sweep,
+        lambda results: write_files(results, detail_rows[0].file),
+        device=device,
+        out=out,
+        resume=resume,
+    )
