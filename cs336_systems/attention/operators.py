@@ -116,15 +116,19 @@ def _backward_without_autograd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *set
         return flash_attention_backward(do, q, k, v, *settings)
 
 
+def _keep_for_backward(ctx: Any, args: tuple, o: Tensor, lse: Tensor) -> None:
+    q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
+    ctx.save_for_backward(q, k, v, o, lse, seed)
+    ctx.set_materialize_grads(False)
+    ctx.settings = is_causal, scale, dropout_p
+
+
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         o, lse = _forward_without_autograd(*args)
-        q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
-        ctx.save_for_backward(q, k, v, o, lse, seed)
+        _keep_for_backward(ctx, args, o, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        ctx.settings = is_causal, scale, dropout_p
         return o, lse
 
     @staticmethod
@@ -143,11 +147,8 @@ class _DirectFlashAttention(_FlashAttention):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
         o, lse = _forward(*args)
-        ctx.save_for_backward(q, k, v, o, lse, seed)
-        ctx.set_materialize_grads(False)
-        ctx.settings = is_causal, scale, dropout_p
+        _keep_for_backward(ctx, args, o, lse)
         return o
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from cs336_systems.attention.triton_backward_tiles import accumulate_dkdv, accumulate_dq
 from cs336_systems.attention.triton_forward import P_EXPONENT_OF_PARTS, P_FACTOR_OF_PARTS
-from cs336_systems.attention.triton_split import load_parts, scale_of
+from cs336_systems.attention.triton_split import load_parts, scale_of, scores_scale_of
 from cs336_systems.attention.triton_tiles import (
     LOG2_E,
     load_tile,
@@ -169,11 +169,9 @@ def flash_backward_kernel(
             n_scales = batch_size * (heads // GROUP)
             scaled_head = batch * (heads // GROUP) + kv_head
             ds_scale, ds_factor = _factors_of_parts(scales_ptr, scaled_head, n_scales, dropout_scale)
-            inverse_q = scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
-            dk_scale = ds_factor * scale * inverse_q
+            dk_scale = ds_factor * scale * scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
             dv_scale *= P_FACTOR_OF_PARTS * scale_of(scales_ptr, 1, 3, scaled_head, n_scales)
-            scale_log2 *= inverse_q
-            scale_log2 *= scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
+            scale_log2 = scores_scale_of(scale_log2, scales_ptr, scaled_head, n_scales)
         k, k_low = load_parts(
             k_own, k_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
             OWN_BY_TMA, PARTS,
@@ -227,10 +225,8 @@ def flash_backward_kernel(
             n_scales = batch_size * (heads // GROUP)
             scaled_head = batch_head // GROUP
             ds_scale, ds_factor = _factors_of_parts(scales_ptr, scaled_head, n_scales, dropout_scale)
-            inverse_k = scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
-            dq_scale = ds_factor * scale * inverse_k
-            scale_log2 *= scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
-            scale_log2 *= inverse_k
+            dq_scale = ds_factor * scale * scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
+            scale_log2 = scores_scale_of(scale_log2, scales_ptr, scaled_head, n_scales)
         q, q_low = load_parts(
             q_own, q_strides, batch, batch_size, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
             OWN_BY_TMA, PARTS,

@@ -64,20 +64,9 @@ def accumulate_dkdv(
         )
         scores_t = dot_parts(k, k_low, q_tile.T, q_low.T, PARTS, PRECISION)
         do_tile, do_low = load_parts(
-            do,
-            do_strides,
-            batch,
-            batch_size,
-            head,
-            start_m,
-            n_queries,
-            BLOCK_M,
-            HEAD_DIM,
-            BLOCK_D,
-            True,
-            USE_TMA,
-            PARTS,
-        )
+            do, do_strides, batch, batch_size, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True,
+            USE_TMA, PARTS,
+        )  # fmt: skip
         dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, PARTS, PRECISION)
         lse = load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
         p_t = tl.exp2(scores_t * scale_log2 - lse[None, :])
@@ -141,39 +130,17 @@ def accumulate_dq(
     for start_n in tl.range(begin, end, BLOCK_N):
         key_index = start_n + tl.arange(0, BLOCK_N)[None, :]
         k_tile, k_low = load_parts(
-            k,
-            k_strides,
-            batch,
-            batch_size,
-            kv_head,
-            start_n,
-            n_keys,
-            BLOCK_N,
-            HEAD_DIM,
-            BLOCK_D,
-            MASKED,
-            USE_TMA,
-            PARTS,
-        )
+            k, k_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED,
+            USE_TMA, PARTS,
+        )  # fmt: skip
         scores = dot_parts(q, q_low, k_tile.T, k_low.T, PARTS, PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             p = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p, 0.0)
         v_tile, v_low = load_parts(
-            v,
-            v_strides,
-            batch,
-            batch_size,
-            kv_head,
-            start_n,
-            n_keys,
-            BLOCK_N,
-            HEAD_DIM,
-            BLOCK_D,
-            MASKED,
-            USE_TMA,
-            PARTS,
-        )
+            v, v_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED,
+            USE_TMA, PARTS,
+        )  # fmt: skip
         dp = dot_parts(do, do_low, v_tile.T, v_low.T, PARTS, PRECISION)
         if HAS_DROPOUT:
             kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)

@@ -11,7 +11,14 @@ their logsumexp.
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_split import add_dot_parts, dot_parts, load_parts, parts_of, scale_of
+from cs336_systems.attention.triton_split import (
+    add_dot_parts,
+    dot_parts,
+    load_parts,
+    parts_of,
+    scale_of,
+    scores_scale_of,
+)
 from cs336_systems.attention.triton_tiles import LN_2, is_kept, is_visible, load_tile, online_softmax_update, store_tile
 
 # Float32 in two parts: P is computed 2**14 times as large, so that what float16 cannot hold of it is too small to see.
@@ -58,20 +65,9 @@ def _attend(
     for start_n in tl.range(begin, end, BLOCK_N):
         key_index = start_n + tl.arange(0, BLOCK_N)[None, :]
         k_tile, k_low = load_parts(
-            k,
-            k_strides,
-            batch,
-            batch_size,
-            kv_head,
-            start_n,
-            n_keys,
-            BLOCK_N,
-            HEAD_DIM,
-            BLOCK_D,
-            MASKED,
-            USE_TMA,
-            PARTS,
-        )
+            k, k_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED,
+            USE_TMA, PARTS,
+        )  # fmt: skip
         scores = dot_parts(q, q_low, k_tile.T, k_low.T, PARTS, PRECISION)
         if MASKED:
             scores = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), scores, float("-inf"))
@@ -79,20 +75,9 @@ def _attend(
         if HAS_DROPOUT:
             p = tl.where(is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout), p, 0.0)
         v_tile, v_low = load_parts(
-            v,
-            v_strides,
-            batch,
-            batch_size,
-            kv_head,
-            start_n,
-            n_keys,
-            BLOCK_N,
-            HEAD_DIM,
-            BLOCK_D,
-            MASKED,
-            USE_TMA,
-            PARTS,
-        )
+            v, v_strides, batch, batch_size, kv_head, start_n, n_keys, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED,
+            USE_TMA, PARTS,
+        )  # fmt: skip
         p, p_low = parts_of(p, v_tile.dtype, PARTS)
         acc = add_dot_parts(acc * correction[:, None], p, p_low, v_tile, v_low, PARTS, PRECISION)
     return acc, row_max, row_sum
@@ -151,8 +136,7 @@ def flash_forward_kernel(
     if PARTS == 2:
         n_scales = batch_size * (heads // GROUP)
         scaled_head = batch * (heads // GROUP) + kv_head
-        scale_log2 *= scale_of(scales_ptr, 1, 0, scaled_head, n_scales)
-        scale_log2 *= scale_of(scales_ptr, 1, 1, scaled_head, n_scales)
+        scale_log2 = scores_scale_of(scale_log2, scales_ptr, scaled_head, n_scales)
         scale_log2 = tl.maximum(scale_log2, 1e-37)  # -inf·0, of a masked score, would be NaN
         dropout_scale *= scale_of(scales_ptr, 1, 2, scaled_head, n_scales)
 

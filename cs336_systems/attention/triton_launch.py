@@ -7,7 +7,6 @@ is checked only once is checked where the plan is made.
 """
 
 import functools
-import os
 from collections.abc import Callable
 
 import torch
@@ -24,7 +23,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SMALLEST_SCALE = 1e-30
 _SHORT_SCORES = 512 * 512  # queries times keys of a head
 _MAX_PLANS = 4096  # every new length makes one: they must not pile up for ever
-_TRUE = ("1", "true", "yes", "on", "y")  # as Triton reads its environment
 
 _plans: dict[tuple, LaunchPlan] = {}
 
@@ -53,7 +51,7 @@ def _dot_precision(dtype: torch.dtype, arch: int, is_short: bool = False) -> str
 
 
 def _check_supported(q: Tensor) -> None:
-    if not q.is_cuda and not (q.is_cpu and os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE):
+    if not q.is_cuda and not (q.is_cpu and triton.knobs.runtime.interpret):
         raise RuntimeError(
             f"the Triton kernels need a CUDA device, and q is on {q.device}; on a CPU they run in Triton's "
             "interpreter: set TRITON_INTERPRET=1 before Triton is imported"

@@ -228,6 +228,13 @@ def scale_of(scales_ptr, what: tl.constexpr, tensor: tl.constexpr, kv_head, n_kv
 
 
 @triton.jit
+def scores_scale_of(scale_log2, scales_ptr, kv_head, n_kv_heads):
+    """scale_log2 for scores of split queries and keys: times 1/s of both."""
+    scale_log2 *= scale_of(scales_ptr, 1, 0, kv_head, n_kv_heads)
+    return scale_log2 * scale_of(scales_ptr, 1, 1, kv_head, n_kv_heads)
+
+
+@triton.jit
 def parts_of(x, DTYPE: tl.constexpr, PARTS: tl.constexpr):
     """x in DTYPE and, with two PARTS, what that leaves out (else x again)."""
     high = x.to(DTYPE)
