@@ -10,6 +10,9 @@ from typing import Any
 
 from cs336_systems.profiling.trace import CELL_MARK
 
+# In the order of their starts.
+RANGES_OF_A_STEP = ["step", "forward", "block", "scores", "softmax", "final matmul", "loss", "backward", "optimizer"]
+
 _SCHEMA = """
 CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE TARGET_INFO_GPU (vmId INTEGER, id INTEGER, name TEXT, busLocation TEXT, smCount INTEGER);

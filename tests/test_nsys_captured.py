@@ -14,6 +14,7 @@ from cs336_systems.profiling.analysis import Analysis, analyze, report_markdown
 from cs336_systems.profiling.kernel_tables import class_table, kernel_table, range_table
 from cs336_systems.profiling.nsys_report import read_report
 from cs336_systems.profiling.trace import Trace
+from tests.nsys_reports import RANGES_OF_A_STEP
 
 REPORT = Path(__file__).parent / "data" / "small_ctx128_one_step.sqlite"
 N_BLOCKS = 12
@@ -50,17 +51,7 @@ def test_what_the_report_holds(trace: Trace) -> None:
     assert trace.cell is not None
     assert (trace.cell["size"], trace.cell["ctx"], trace.cell["precision"]) == ("small", 128, "fp32")
     assert trace.notes == []
-    assert trace.kinds() == [
-        "step",
-        "forward",
-        "block",
-        "scores",
-        "softmax",
-        "final matmul",
-        "loss",
-        "backward",
-        "optimizer",
-    ]
+    assert trace.kinds() == RANGES_OF_A_STEP
     assert all(kernel.is_in("step") for kernel in trace.kernels)
 
 

@@ -17,7 +17,7 @@ from cs336_systems.profiling.step_time import step_time
 from cs336_systems.profiling.torch_trace import profile_workload, read_torch_trace
 from cs336_systems.profiling.trace import Trace
 from cs336_systems.workload import Workload
-from tests.nsys_reports import PID, MadeReport
+from tests.nsys_reports import PID, RANGES_OF_A_STEP, MadeReport
 
 AUTOGRAD = PID + 5
 
@@ -126,17 +126,7 @@ def test_a_step_on_a_cpu(profiled: Trace) -> None:
     assert profiled.cell is not None
     assert profiled.cell["size"] == "tiny"
     rows = {row.range: row for row in range_table(profiled)}
-    assert list(rows) == [
-        "step",
-        "forward",
-        "block",
-        "scores",
-        "softmax",
-        "final matmul",
-        "loss",
-        "backward",
-        "optimizer",
-    ]
+    assert list(rows) == RANGES_OF_A_STEP
     assert [rows[name].count for name in rows] == [1, 1, 2, 2, 2, 2, 1, 1, 1]
     # Every product of the forward pass: seven a block, two of them attention's, and the head.
     counts = {row.kernel: row.count for row in class_table(profiled, "forward")}
@@ -169,17 +159,7 @@ def test_a_step_on_a_gpu() -> None:
     assert trace.gpu == torch.cuda.get_device_name()
     assert trace.notes == []
     rows = {row.range: row for row in range_table(trace)}
-    assert list(rows) == [
-        "step",
-        "forward",
-        "block",
-        "scores",
-        "softmax",
-        "final matmul",
-        "loss",
-        "backward",
-        "optimizer",
-    ]
+    assert list(rows) == RANGES_OF_A_STEP
     counts = {row.kernel: row.count for row in class_table(trace, "forward")}
     assert counts["matmul"] >= 2 * (7 + 2) + 1
     assert rows["backward"].matmul_share > 0 == rows["optimizer"].matmul_share
