@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
-from cs336_systems.attention import triton_launch
+from cs336_systems.attention import triton_launch, triton_tuning
 from cs336_systems.attention.flash_triton import FlashAttentionTriton, flash_backward, flash_forward
 from cs336_systems.attention.triton_plan import plan_backward, plan_forward
 from cs336_systems.attention.triton_tuning import KernelConfig
@@ -111,7 +111,7 @@ PLANS = {
     "tall tiles": [("dkdv", _config(32, 16)), ("dq", _config(32, 16))],
     "wide tiles": [("dkdv", _config(16, 32)), ("dq", _config(16, 32))],
     "descriptors": [("dkdv", _config(32, 16, use_tma=True)), ("dq", _config(16, 16, use_tma=True))],
-    "one launch": [("fused", _config(16, 32))],
+    "one launch": [("fused", _config(16, 32))],  # D inline
     "one launch, descriptors": [("fused", _config(32, 32, use_tma=True))],
 }
 
@@ -125,6 +125,26 @@ def test_every_backward_plan_matches_float64(plan, is_causal, n_queries, n_keys)
     config = _config(32, 16, use_tma="descriptors" in plan)
     actual = run_kernels(*inputs, is_causal, 0.25, config, PLANS[plan])
     check(actual, reference(*inputs, is_causal, 0.25), torch.float32)
+
+
+@pytest.mark.parametrize("dropout", [(0.0, 0, 0), (0.3, 1234, 7)])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(33, 50), (70, 33)])
+def test_d_computed_where_it_is_used(monkeypatch, n_queries, n_keys, dropout):
+    """A short backward pass is one launch, and gives what the preprocess and another launch give."""
+    inputs = draw(batch=2, heads=4, kv_heads=2, n_queries=n_queries, n_keys=n_keys, head_dim=24)
+
+    def run(n_launches):
+        problem = triton_launch.make_problem(*inputs[:2], True, 0.25, dropout[0])
+        strides = [x.stride() for x in (inputs[3], *inputs[:3], inputs[0], *inputs[:3])]
+        plan = plan_backward(problem, strides, True, passes=PLANS["one launch"])
+        assert len(plan.steps) == n_launches
+        assert (plan.scratch_bytes > 0) == (n_launches > 1)
+        return run_kernels(*inputs, True, 0.25, passes=PLANS["one launch"], dropout=dropout)
+
+    inline = run(1)
+    monkeypatch.setattr(triton_tuning, "_INLINE_D_QUERIES", n_queries - 1)
+    for x, y in zip(inline, run(2), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("is_causal", "n_queries", "n_keys"), [(False, 20, 70), (True, 70, 70), (True, 70, 20)])

@@ -18,7 +18,7 @@ Two passes won in every shape measured, so the one-pass kernel was removed.
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_backward_tiles import accumulate_dkdv, accumulate_dq
+from cs336_systems.attention.triton_backward_tiles import accumulate_dkdv, accumulate_dq, delta_of, load_lse
 from cs336_systems.attention.triton_forward import P_EXPONENT_OF_PARTS, P_FACTOR_OF_PARTS
 from cs336_systems.attention.triton_split import load_parts, scale_of, scores_scale_of
 from cs336_systems.attention.triton_tiles import (
@@ -96,12 +96,13 @@ def flash_backward_kernel(
     k_ptr,  # (batch, heads // GROUP, n_keys, head_dim)
     v_ptr,  # (batch, heads // GROUP, n_keys, head_dim)
     do_ptr,  # (batch, heads, n_queries, head_dim)
+    o_ptr,  # with INLINE_D, (batch, heads, n_queries, head_dim)
     q_step,  # these and rows_ptr once more, pointers or descriptors: what a program steps through
     k_step,
     v_step,
     do_step,
     rows_step,
-    rows_ptr,  # (2, batch·heads, n_rows) float32, contiguous: lse in units of log2, then D
+    rows_ptr,  # (2, batch·heads, n_rows) float32, contiguous: lse in units of log2, then D; with INLINE_D, lse only
     dq_ptr,  # (batch, heads, n_queries, head_dim)
     dk_ptr,  # (batch, heads // GROUP, n_keys, head_dim)
     dv_ptr,  # (batch, heads // GROUP, n_keys, head_dim)
@@ -110,6 +111,7 @@ def flash_backward_kernel(
     k_strides,
     v_strides,
     do_strides,
+    o_strides,
     dq_strides,
     dk_strides,
     dv_strides,
@@ -136,6 +138,7 @@ def flash_backward_kernel(
     USE_TMA: tl.constexpr,
     RUN_DKDV: tl.constexpr,
     RUN_DQ: tl.constexpr,
+    INLINE_D: tl.constexpr,  # compute D from o here, from the forward pass's own lse: there was no preprocess
 ):
     """One program computes BLOCK_OWN rows of dK and dV (RUN_DKDV) or of dQ (RUN_DQ) of one (batch, head).
 
@@ -156,7 +159,6 @@ def flash_backward_kernel(
     k_own = k_step if OWN_BY_TMA else k_ptr
     v_own = v_step if OWN_BY_TMA else v_ptr
     do_own = do_step if OWN_BY_TMA else do_ptr
-    delta_ptr = rows_ptr + (batch_size * heads).to(tl.int64) * n_rows
 
     if RUN_DKDV and pid < n_dkdv:
         start_n = pid % n_key_blocks * BLOCK_OWN
@@ -198,16 +200,17 @@ def flash_backward_kernel(
             batch_head = batch * heads + head
             if IS_CAUSAL:
                 dk, dv = accumulate_dkdv(
-                    dk, dv, k, k_low, v, v_low, q_step, do_step, q_strides, do_strides, rows_step,
+                    dk, dv, k, k_low, v, v_low, q_step, do_step, o_ptr, q_strides, do_strides, o_strides, rows_step,
                     batch_size * heads, n_rows, batch, batch_size, head, batch_head, start_n, begin, full_begin,
                     n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, True,
                     IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA,
+                    INLINE_D,
                 )  # fmt: skip
             dk, dv = accumulate_dkdv(
-                dk, dv, k, k_low, v, v_low, q_step, do_step, q_strides, do_strides, rows_step,
+                dk, dv, k, k_low, v, v_low, q_step, do_step, o_ptr, q_strides, do_strides, o_strides, rows_step,
                 batch_size * heads, n_rows, batch, batch_size, head, batch_head, start_n, full_begin, n_queries,
                 n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, False,
-                IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA,
+                IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA, INLINE_D,
             )  # fmt: skip
         dk *= dk_scale
         if HAS_DROPOUT or PARTS == 2:
@@ -235,9 +238,11 @@ def flash_backward_kernel(
             do_own, do_strides, batch, batch_size, head, start_m, n_queries, BLOCK_OWN, HEAD_DIM, BLOCK_D, True,
             OWN_BY_TMA, PARTS,
         )  # fmt: skip
-        rows = batch_head.to(tl.int64) * n_rows + start_m + tl.arange(0, BLOCK_OWN)
-        lse = tl.load(rows_ptr + rows)
-        delta = tl.load(delta_ptr + rows)
+        lse = load_lse(rows_ptr, batch_head, start_m, n_queries, n_rows, BLOCK_OWN, INLINE_D, False)
+        delta = delta_of(
+            do, o_ptr, o_strides, rows_ptr, batch_size * heads, n_rows, batch, head, batch_head, start_m, n_queries,
+            HEAD_DIM, BLOCK_OWN, BLOCK_D, INLINE_D, False,
+        )  # fmt: skip
         dq = tl.zeros((BLOCK_OWN, BLOCK_D), tl.float32)
         end = n_keys
         full_end = n_keys // BLOCK_STEP * BLOCK_STEP

@@ -9,7 +9,58 @@ import triton
 import triton.language as tl
 
 from cs336_systems.attention.triton_split import add_dot_parts, dot_parts, load_parts, parts_of
-from cs336_systems.attention.triton_tiles import is_kept, is_visible, load_row
+from cs336_systems.attention.triton_tiles import LOG2_E, is_kept, is_visible, load_row, load_tile
+
+
+@triton.jit
+def load_lse(
+    rows,
+    batch_head,
+    start_m,
+    n_queries,
+    n_rows,
+    BLOCK_M: tl.constexpr,
+    INLINE_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """The logsumexp of a tile of queries in units of log2, inf past n_queries: P is then exp2(S - inf) = 0 there.
+
+    With INLINE_D `rows` is the forward pass's own (batch·heads, n_queries), of natural logs; else it is what
+    `flash_preprocess_kernel` wrote.
+    """
+    if INLINE_D:
+        index = start_m + tl.arange(0, BLOCK_M)
+        pointers = rows + batch_head.to(tl.int64) * n_queries + index
+        return tl.load(pointers, mask=index < n_queries, other=float("inf")) * LOG2_E
+    else:
+        return load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
+
+
+@triton.jit
+def delta_of(
+    do_tile,  # (BLOCK_M, BLOCK_D)
+    o,  # with INLINE_D, pointer to the forward pass's whole output
+    o_strides,
+    rows,
+    n_heads,
+    n_rows,
+    batch,
+    head,
+    batch_head,
+    start_m,
+    n_queries,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INLINE_D: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """D = rowsum(O ∘ dO) of a tile of queries: computed here, or read where `flash_preprocess_kernel` wrote it."""
+    if INLINE_D:
+        o_tile = load_tile(o, o_strides, batch, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True, False)
+        return tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    else:
+        return load_row(rows, n_heads + batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
 
 
 @triton.jit
@@ -22,9 +73,11 @@ def accumulate_dkdv(
     v_low,
     q,  # the whole tensors: pointers or descriptors
     do,
+    o,
     q_strides,
     do_strides,
-    rows,  # (2·batch·heads, n_rows) float32, pointer or descriptor: lse in units of log2 (inf past n_queries), then D
+    o_strides,
+    rows,  # (2·batch·heads, n_rows) float32, pointer or descriptor, see `load_lse` and `delta_of`
     n_heads,  # batch·heads: the row of `rows` at which D starts
     n_rows,
     batch,
@@ -50,6 +103,7 @@ def accumulate_dkdv(
     PRECISION: tl.constexpr,
     PARTS: tl.constexpr,
     USE_TMA: tl.constexpr,
+    INLINE_D: tl.constexpr,
 ):
     """Add what queries begin … end contribute to dV and to dK (not yet scaled) of one tile of keys.
 
@@ -68,7 +122,7 @@ def accumulate_dkdv(
             USE_TMA, PARTS,
         )  # fmt: skip
         dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, PARTS, PRECISION)
-        lse = load_row(rows, batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
+        lse = load_lse(rows, batch_head, start_m, n_queries, n_rows, BLOCK_M, INLINE_D, USE_TMA)
         p_t = tl.exp2(scores_t * scale_log2 - lse[None, :])
         if MASKED:
             p_t = tl.where(is_visible(query_index, key_index, n_keys, IS_CAUSAL), p_t, 0.0)
@@ -77,7 +131,10 @@ def accumulate_dkdv(
             kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
             p_kept_t = tl.where(kept, p_t, 0.0)
             dp_t = tl.where(kept, dp_t * dropout_scale, 0.0)
-        delta = load_row(rows, n_heads + batch_head, start_m, n_rows, BLOCK_M, USE_TMA)
+        delta = delta_of(
+            do_tile, o, o_strides, rows, n_heads, n_rows, batch, head, batch_head, start_m, n_queries, HEAD_DIM,
+            BLOCK_M, BLOCK_D, INLINE_D, USE_TMA,
+        )  # fmt: skip
         ds_t = p_t * (dp_t - delta[None, :])
         if PARTS == 2:
             ds_t *= ds_scale

@@ -21,6 +21,7 @@ from cs336_systems.attention.triton_tuning import (
     choose,
     choose_backward,
     chunk_size,
+    wants_inline_d,
     wants_tma,
 )
 
@@ -229,7 +230,8 @@ def plan_backward(
     do, q, k, v, o, dq, dk, dv = (with_heads(x) for x in strides)
     p, batch_heads, copies_do = problem, problem.batch * problem.heads, False
     n_rows = -(-p.n_queries // ROW_PADDING) * ROW_PADDING
-    scratch: tuple[tuple[Shape, torch.dtype], ...] = (((2 * batch_heads, n_rows), torch.float32),)
+    rows_shape = (2 * batch_heads, n_rows)
+    scratch: tuple[tuple[Shape, torch.dtype], ...] = ((rows_shape, torch.float32),)
     steps, operands, scales, do_of_preprocess = [], (1, 2, 3, 0), 5, do
     use_tma = wants_tma(p, is_backward=True)
     if p.parts == 2:
@@ -247,13 +249,18 @@ def plan_backward(
         use_tma = use_tma and _is_tma_ready(do, itemsize)
     if passes is None:
         passes = choose_backward(p, use_tma)
-    block_rows = _MEMORY_BOUND.block_own
-    preprocess = Step(
-        flash_preprocess_kernel, n_rows // block_rows * batch_heads, _MEMORY_BOUND, (4, 0, 5, 9, scales),
-        (o, do_of_preprocess, p.heads, p.n_queries, n_rows), False,
-        (p.parts, p.group, p.head_dim, p.block_d, block_rows),
-    )  # fmt: skip
-    steps.append(preprocess)
+    inline_d = wants_inline_d(p, passes)
+    all_rows = 9
+    if inline_d:
+        scratch, all_rows = (), 5
+    else:
+        block_rows = _MEMORY_BOUND.block_own
+        preprocess = Step(
+            flash_preprocess_kernel, n_rows // block_rows * batch_heads, _MEMORY_BOUND, (4, 0, 5, 9, scales),
+            (o, do_of_preprocess, p.heads, p.n_queries, n_rows), False,
+            (p.parts, p.group, p.head_dim, p.block_d, block_rows),
+        )  # fmt: skip
+        steps.append(preprocess)
     for name, config in passes:
         run_dkdv, run_dq = needs_dkdv and name != "dq", needs_dq and name != "dkdv"
         key_programs = -(-p.n_keys // config.block_own) * p.batch * (p.heads // p.group)
@@ -264,15 +271,15 @@ def plan_backward(
             _stepped(p, config, operand, x, is_query)
             for operand, x, is_query in zip(operands, (q, k, v, do), (True, False, False, True), strict=True)
         ]
-        rows: int | Tile = 9
+        rows: int | Tile = all_rows
         if config.use_tma:
-            rows = Tile(9, [2 * batch_heads, n_rows], [n_rows, 1], [1, config.block_step])
+            rows = Tile(all_rows, list(rows_shape), [n_rows, 1], [1, config.block_step])
         step = Step(
             flash_backward_kernel, run_dkdv * key_programs + run_dq * query_programs, config,
-            (*operands, *stepped, rows, 9, 6, 7, 8, scales),
-            (q, k, v, do, dq, dk, dv, p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * _LOG2_E,
+            (*operands, 4, *stepped, rows, all_rows, 6, 7, 8, scales),
+            (q, k, v, do, o, dq, dk, dv, p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * _LOG2_E,
              p.dropout_p, p.dropout_scale), True,
-            (*_constants(p, config), run_dkdv, run_dq),
+            (*_constants(p, config), run_dkdv, run_dq, inline_d),
         )  # fmt: skip
         steps.append(step)
     return _launch_plan(scratch, steps, passes, copies_do)

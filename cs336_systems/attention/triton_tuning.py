@@ -23,7 +23,7 @@ class KernelConfig(NamedTuple):
     use_tma: bool = False  # fetch the stepped-through tiles by tensor descriptor (sm_90)
 
 
-# What the backward pass launches after the preprocess: ("dkdv", …) and ("dq", …), or both at once: ("fused", …).
+# What the backward pass launches after a preprocess, if any: ("dkdv", …) and ("dq", …), or both at once: ("fused", …).
 Passes = tuple[tuple[Pass, KernelConfig], ...]
 
 
@@ -113,7 +113,7 @@ _ANY_16_BIT = _rows(
         "forward": [(64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 1)],
         "dkdv": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
         "dq": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)],
-        "fused": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
+        "fused": [(64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 1)],
     },
     use_tma=False,
 )
@@ -141,6 +141,7 @@ _TURING_16_BIT = _rows({name: _TURING_ROWS for name in ("forward", "dkdv", "dq",
 # More than two warps would exchange float32 operands of 256 columns through more shared memory than the card has.
 _TURING_32_BIT = _TURING_16_BIT | {(name, 256): KernelConfig(16, 16, 2, 1) for name in ("dkdv", "fused")}
 _INTERPRETER = KernelConfig(32, 32, 4, 1)
+_INLINE_D_QUERIES = 1024
 
 
 def wants_tma(problem: Problem, *, is_backward: bool) -> bool:
@@ -176,6 +177,13 @@ def choose_backward(problem: Problem, use_tma: bool) -> Passes:
     if problem.gpu.arch == 0 or problem.batch * rows <= 8 * problem.gpu.n_sm * config.block_own:
         return (("fused", config),)
     return (("dkdv", choose("dkdv", problem, use_tma)), ("dq", choose("dq", problem, use_tma)))
+
+
+def wants_inline_d(problem: Problem, passes: Passes) -> bool:
+    """Whether the backward pass computes D where it uses it, without a preprocess: one launch instead of two, which is
+    what counts where the host takes longer than the kernels; each tile of keys reads o beside dO."""
+    ((name, config), *_) = passes
+    return name == "fused" and not config.use_tma and problem.parts == 1 and problem.n_queries <= _INLINE_D_QUERIES
 
 
 def chunk_size(problem: Problem, config: KernelConfig, n_blocks: int, n_chunks: int | None = None) -> int:
