@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.distributed.buckets import BYTES_PER_MB, FlatBucket, assign_buckets
+from cs336_systems.distributed.buckets import BYTES_PER_MB, END_BUCKET_MB, FlatBucket, assign_buckets
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.launch_order import LaunchOrder
 from cs336_systems.distributed.process_group import RankContext
@@ -55,6 +55,30 @@ def test_buckets_are_filled_from_the_last_parameter_on() -> None:
     assert assign_buckets(quarter_mb, 1.0) == [[5, 4, 3, 2], [1, 0]]
     assert assign_buckets(quarter_mb, 0.2) == [[5], [4], [3], [2], [1], [0]]
     assert assign_buckets([], 1.0) == []
+
+
+def _sizes_mb(sizes_mb: list[float], bucket_size_mb: float) -> list[float]:
+    """The buckets' sizes, for float32 parameters of these sizes, last first."""
+    parameters = [torch.empty(int(mb * 250_000), device="meta") for mb in reversed(sizes_mb)]
+    buckets = assign_buckets(parameters, bucket_size_mb)
+    return [sum(parameters[index].numel() for index in bucket) / 250_000 for bucket in buckets]
+
+
+def test_large_buckets_are_small_at_both_ends() -> None:
+    assert _sizes_mb([25.0] * 16, 100.0) == [25, 100, 100, 75, 50, 25, 25]
+    assert _sizes_mb([5.0] * 80, 1000.0) == [25, 185, 95, 45, 25, 25]
+    assert _sizes_mb([5.0] * 10, END_BUCKET_MB) == [25, 25]  # already that small: as they would be without ends
+    assert _sizes_mb([64.0, 40.0, 40.0, 64.0], 100.0) == [64, 40, 40, 64]
+
+
+@given(st.lists(st.floats(0.1, 80.0), min_size=1, max_size=60), st.floats(1.0, 1000.0))
+def test_what_is_left_for_the_last_bucket_is_small(sizes_mb: list[float], bucket_size_mb: float) -> None:
+    buckets = _sizes_mb(sizes_mb, bucket_size_mb)
+    largest_parameter = max(sizes_mb)
+    for end in (buckets[0], buckets[-1]):
+        assert end <= max(min(END_BUCKET_MB, bucket_size_mb), largest_parameter) * (1 + 1e-6)
+    for i, bucket in enumerate(buckets):  # nor does a bucket hold more than half of what was left when it was opened
+        assert bucket <= max(END_BUCKET_MB, largest_parameter, sum(buckets[i:]) / 2) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("bucket_size_mb", [0.0, -1.0, float("nan")])
