@@ -48,7 +48,7 @@ def flash_forward(
     """
     launchers = _launchers()
     o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = torch.empty(*q.shape[:-1], dtype=torch.float32, device=q.device)  # one by one they are parsed faster
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), lse.fill_(float("-inf"))
     if scale < 0.0:  # the kernels take the maximum of q·k before scaling it

@@ -2,12 +2,12 @@
 
 Triton examines every argument at every launch, and costs more by that than a short sequence's kernels take. Whatever it
 specialises on is the same for calls of equal shapes, strides, dtype and flags, on the same device, with aligned memory.
-So the plan of such calls is made once (`triton_plan.py`), keeps its compiled kernels, and launches them directly; what
-is checked only once is checked where the plan is made.
+So the plan of such calls is made once (`triton_plan.py`), and what was compiled for it is launched directly from then
+on (`triton_direct.py`); what is checked only once is checked where the plan is made.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -16,7 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.checks import MAX_HEAD_DIM
 from cs336_systems.attention.triton_autotune import is_enabled, tuned_passes
-from cs336_systems.attention.triton_plan import LaunchPlan, Tile, plan_backward, plan_forward
+from cs336_systems.attention.triton_direct import Launch, direct_launch
+from cs336_systems.attention.triton_plan import LaunchPlan, Step, Tile, plan_backward, plan_forward
 from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Passes, Problem
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,40 +92,45 @@ def make_problem(
     )
 
 
-def run(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: int = 0) -> None:
-    """Launch a plan's steps on the tensors that it was made for, on their device's current stream."""
-    first = tensors[0]
-    pointers = [x.data_ptr() for x in tensors]
+def run(
+    plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int = 0, offset: int = 0, pointers: Sequence[int] | None = None
+) -> None:
+    """Launch a plan's steps on the tensors that it was made for, on their device's current stream. `pointers` are the
+    tensors' addresses, if the caller has them."""
+    if pointers is None:
+        pointers = [x.data_ptr() for x in tensors]
     buffer = None
     if plan.scratch_bytes:  # one allocation serves all
-        buffer = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=first.device)
+        buffer = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=tensors[0].device)
         address = buffer.data_ptr()
-        pointers += [address + scratch.offset for scratch in plan.scratch]
-    is_aligned = _are_aligned(pointers)
+        pointers = [*pointers, *[address + scratch.offset for scratch in plan.scratch]]
     hooks = triton.knobs.runtime  # a profiler's
-    is_direct = is_aligned and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
-    if buffer is not None and (not is_direct or plan.needs_tensors or None in plan.compiled):
-        tensors = (*tensors, *(scratch.of(buffer) for scratch in plan.scratch))
-    stream = None
-    for i, step in enumerate(plan.steps):
-        seeds = (seed, offset) if step.takes_seed else ()
-        compiled = plan.compiled[i] if is_direct else None
-        if compiled is None:
-            operands = [tensors[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
-            compiled = step.kernel[(step.n_programs,)](
-                *operands, *step.numbers, *seeds, *step.constants,
-                num_warps=step.config.num_warps, num_stages=step.config.num_stages,
-            )  # fmt: skip
-            if is_aligned:  # stays None in the interpreter
-                plan.compiled[i] = compiled
-            continue
-        if stream is None:
-            stream = torch._C._cuda_getCurrentRawStream(first.get_device())
-        operands = [pointers[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
-        compiled.run(
-            step.n_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *operands, *step.numbers, *seeds, *step.constants,
-        )  # fmt: skip
+    if plan.launches and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
+        stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
+        for launch in plan.launches:
+            launch(pointers, stream, seed, offset)
+        return
+    if buffer is not None:
+        tensors = (*tensors, *[scratch.of(buffer) for scratch in plan.scratch])
+    launches = [_run_by_triton(step, tensors, seed, offset) for step in plan.steps]
+    known = [launch for launch in launches if launch is not None]
+    if plan.is_aligned and not plan.launches and len(known) == len(launches):
+        plan.launches.extend(known)
+
+
+def _run_by_triton(step: Step, tensors: tuple[Tensor, ...], seed: int, offset: int) -> Launch | None:
+    """Launch a step as Triton does, compiling its kernel if need be; what launches it without Triton next time."""
+    operands = [tensors[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
+    seeds = (seed, offset) if step.takes_seed else ()
+    compiled = step.kernel[(step.n_programs,)](
+        *operands, *step.numbers, *seeds, *step.constants,
+        num_warps=step.config.num_warps, num_stages=step.config.num_stages,
+    )  # fmt: skip
+    return direct_launch(step, compiled)
+
+
+def _descriptor(tensors: tuple[Tensor, ...], x: Tile) -> TensorDescriptor:
+    return TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile)
 
 
 def _are_aligned(pointers: list[int]) -> bool:
@@ -134,18 +140,16 @@ def _are_aligned(pointers: list[int]) -> bool:
     return bits & 15 == 0
 
 
-def _descriptor(tensors: tuple[Tensor, ...], x: Tile) -> TensorDescriptor:
-    return TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile)
-
-
-def _run_on_its_device(plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int, offset: int) -> None:
+def _run_on_its_device(
+    plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int, offset: int, pointers: list[int]
+) -> None:
     """Triton launches on the current device: make it the tensors' where it isn't."""
     device = tensors[0].get_device()
     if device < 0 or device == torch._C._cuda_getDevice():
-        run(plan, tensors, seed, offset)
+        run(plan, tensors, seed, offset, pointers)
     else:
         with torch.cuda.device(device):
-            run(plan, tensors, seed, offset)
+            run(plan, tensors, seed, offset, pointers)
 
 
 def _add_plan(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
@@ -163,7 +167,8 @@ def launch_flash_forward(
     dtype; o like q; lse (batch, [heads,] n_queries) float32, contiguous; scale not negative; nothing empty. Raises
     RuntimeError where the kernels cannot run, ValueError for another dtype or head_dim."""
     tensors = (q, k, v, o, lse)
-    is_aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr()) & 15 == 0
+    pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr()]
+    is_aligned = _are_aligned(pointers)
     dtype = q.dtype
     precision = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
     key = (
@@ -184,7 +189,7 @@ def launch_flash_forward(
             plan = replan(tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), tensors, seed, offset)))
         return plan
 
-    _run_on_its_device(_plans.get(key) or _add_plan(key, make), tensors, seed, offset)
+    _run_on_its_device(_plans.get(key) or _add_plan(key, make), tensors, seed, offset, pointers)
 
 
 def launch_flash_backward(
@@ -195,7 +200,8 @@ def launch_flash_backward(
     """Fill dq if it is needed, dk and dv if either is. Shapes, dtypes and errors as in the forward pass: do, dq like q;
     dk like k; dv like v."""
     tensors = (do, q, k, v, o, lse, dq, dk, dv)
-    is_aligned = _are_aligned([x.data_ptr() for x in tensors])
+    pointers = [x.data_ptr() for x in tensors]
+    is_aligned = _are_aligned(pointers)
     strides = tuple([x.stride() for x in (do, q, k, v, o, dq, dk, dv)])
     dtype = q.dtype
     precision = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
@@ -222,4 +228,5 @@ def launch_flash_backward(
     plan = _plans.get(key) or _add_plan(key, make)
     if plan.copies_do:
         tensors = (do.contiguous(), *tensors[1:])
-    _run_on_its_device(plan, tensors, seed, offset)
+        pointers[0] = tensors[0].data_ptr()
+    _run_on_its_device(plan, tensors, seed, offset, pointers)

@@ -5,7 +5,7 @@ those: below a length of about 4,096 the host's work takes longer than the kerne
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,21 +72,24 @@ class LaunchPlan(NamedTuple):
     scratch: tuple[Scratch, ...]
     scratch_bytes: int
     steps: tuple[Step, ...]
-    compiled: list[Any]  # a step's compiled kernel, once it has run
     passes: Passes
-    needs_tensors: bool  # a descriptor is made of one
+    is_aligned: bool  # all memory starts at a multiple of 16 bytes
+    launches: list[Callable]  # one for each step, once they have run: see triton_direct.py
     copies_do: bool = False  # the plan is for a contiguous copy of do
 
 
 def _launch_plan(
-    scratch: Sequence[tuple[Shape, torch.dtype]], steps: Sequence[Step], passes: Passes, copies_do: bool = False
+    scratch: Sequence[tuple[Shape, torch.dtype]],
+    steps: Sequence[Step],
+    passes: Passes,
+    is_aligned: bool,
+    copies_do: bool = False,
 ) -> LaunchPlan:
     placed, end = [], 0
     for shape, dtype in scratch:
         placed.append(Scratch(shape, dtype, end))
         end += -(-math.prod(shape) * dtype.itemsize // 512) * 512  # as torch's allocator aligns
-    needs_tensors = any(isinstance(operand, Tile) for step in steps for operand in step.operands)
-    return LaunchPlan(tuple(placed), end, tuple(steps), [None] * len(steps), passes, needs_tensors, copies_do)
+    return LaunchPlan(tuple(placed), end, tuple(steps), passes, is_aligned, [], copies_do)
 
 
 def with_heads(strides: Strides) -> Strides:
@@ -214,7 +217,7 @@ def plan_forward(
             (o_chunks, o, p.batch, p.heads, p.n_queries, n_chunks), False, (p.head_dim, p.block_d, rows),
         )  # fmt: skip
         steps = (*steps, combine)
-    return _launch_plan(scratch, steps, (("forward", config),))
+    return _launch_plan(scratch, steps, (("forward", config),), is_aligned)
 
 
 def plan_backward(
@@ -282,4 +285,4 @@ def plan_backward(
             (*_constants(p, config), run_dkdv, run_dq, inline_d),
         )  # fmt: skip
         steps.append(step)
-    return _launch_plan(scratch, steps, passes, copies_do)
+    return _launch_plan(scratch, steps, passes, is_aligned, copies_do)
