@@ -61,14 +61,15 @@ def flash_attention(
     elif implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(["auto", *IMPLEMENTATIONS])
         raise ValueError(f"flash_attention: implementation is {implementation!r}; it must be one of {allowed}")
-    chosen = IMPLEMENTATIONS[implementation]
-    missing = chosen.why_not(q.device, q.dtype)
-    if missing is not None:
-        raise RuntimeError(f'flash_attention: implementation="{implementation}" cannot run here: {missing}')
+    else:
+        missing = IMPLEMENTATIONS[implementation].why_not(q.device, q.dtype)
+        if missing is not None:
+            raise RuntimeError(f'flash_attention: implementation="{implementation}" cannot run here: {missing}')
+    composite = IMPLEMENTATIONS[implementation].composite
 
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    if chosen.composite is not None:
-        return chosen.composite(q, k, v, is_causal, scale, dropout_p)
+    if composite is not None:
+        return composite(q, k, v, is_causal, scale, dropout_p)
     # Below 2**31, so that every kernel takes the seed as the same integer type.
     seed = torch.randint(2**31 - 1, (), dtype=torch.int64, device="cpu") if dropout_p > 0 else None
     return attend(q, k, v, is_causal, scale, dropout_p, seed, implementation)

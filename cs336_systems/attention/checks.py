@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
 def _mismatch(problem: str, q: Tensor, k: Tensor, v: Tensor) -> ValueError:
@@ -23,9 +25,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if kv_shape != v.shape:
         raise _mismatch("k and v must have the same shape", q, k, v)
-    if not (q.dtype == k.dtype == v.dtype):
+    dtype = q.dtype
+    if not (dtype == k.dtype == v.dtype):
         raise _mismatch("q, k and v must have the same dtype", q, k, v)
-    if not q.dtype.is_floating_point or q.dtype.itemsize < 2:
+    if dtype not in _DTYPES:
         raise _mismatch("q, k and v must be float32, float16, bfloat16 or float64", q, k, v)
     if not (q.device == k.device == v.device):
         raise _mismatch("q, k and v must be on the same device", q, k, v)

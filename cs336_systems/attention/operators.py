@@ -3,12 +3,13 @@
 As operators they are opaque to torch.compile (no graph break, any length), known to fake tensors, and differentiable.
 Short sequences notice the Python around a kernel, so that `attend` calls kernels without the dispatcher where nothing
 listens there. Forward and backward with kernels that only allocate their results, in microseconds on one core of an
-AMD EPYC: `flash_attention` 64; with every call through the dispatcher 96; as `torch.library.custom_op` with
-`register_autograd` 109; as a bare autograd Function, which torch.compile would trace into, 45; SDPA 50.
+AMD EPYC: `flash_attention` 58; with every call through the dispatcher 96; as `torch.library.custom_op` with
+`register_autograd` 111; as a bare autograd Function, which torch.compile would trace into, 46; SDPA 50.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _forward(
     return forward(q, k, v, is_causal, scale, dropout_p, 0 if seed is None else int(seed), 0)
 
 
-def _backward(
+def _gradients(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -67,14 +68,19 @@ def _backward(
     dropout_p: float,
     seed: Tensor | None,
     implementation: str,
-    needs: list[bool],
-) -> list[Tensor]:
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk and dv; those that are not needed may be None."""
     if q.numel() == 0 or k.numel() == 0:
-        return [torch.zeros_like(x) for x, needed in zip((q, k, v), needs, strict=True) if needed]
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     _, backward = kernels(implementation)
     seed_value = 0 if seed is None else int(seed)
-    grads = backward(do, q, k, v, o, lse, is_causal, scale, dropout_p, seed_value, 0, tuple(needs))
-    return [grad for grad, needed in zip(grads, needs, strict=True) if needed]
+    return backward(do, q, k, v, o, lse, is_causal, scale, dropout_p, seed_value, 0, tuple(needs))
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    grads = zip(_gradients(*args), args[-1], strict=True)
+    return [grad for grad, needed in grads if needed and grad is not None]
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -116,18 +122,20 @@ def _backward_without_autograd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *set
         return flash_attention_backward(do, q, k, v, *settings)
 
 
-def _keep_for_backward(ctx: Any, args: tuple, o: Tensor, lse: Tensor) -> None:
-    q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
-    ctx.save_for_backward(q, k, v, o, lse, seed)
-    ctx.set_materialize_grads(False)
-    ctx.settings = is_causal, scale, dropout_p
+def _spread(grads: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """The gradients that are needed, in their inputs' places."""
+    remaining = iter(grads)
+    return tuple([next(remaining) if needed else None for needed in needs])
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
+        q, k, v, is_causal, scale, dropout_p, seed, ctx.implementation = args
         o, lse = _forward_without_autograd(*args)
-        _keep_for_backward(ctx, args, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse, seed)
+        ctx.set_materialize_grads(False)
+        ctx.settings = is_causal, scale, dropout_p
         ctx.mark_non_differentiable(lse)
         return o, lse
 
@@ -138,18 +146,32 @@ class _FlashAttention(torch.autograd.Function):
             return (None,) * 8
         *tensors, seed = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        grads = iter(_backward_autograd(do, *tensors, *ctx.settings, seed, ctx.implementation, needs))
-        return (*(next(grads) if needed else None for needed in needs), *(None,) * 5)
+        grads = _backward_autograd(do, *tensors, *ctx.settings, seed, ctx.implementation, needs)
+        return *_spread(grads, needs), *(None,) * 5
 
 
-class _DirectFlashAttention(_FlashAttention):
-    """The same where nothing intercepts the call, without looking again and without an output that nobody reads."""
+class _DirectFlashAttention(torch.autograd.Function):
+    """The same where nothing intercepts the call: without looking again, without an output that nobody reads, and with
+    the settings as one argument, since PyTorch examines each."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        o, lse = _forward(*args)
-        _keep_for_backward(ctx, args, o, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple) -> Tensor:
+        o, lse = _forward(q, k, v, *settings)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.set_materialize_grads(False)
+        ctx.settings = settings
         return o
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (do,) = grad_outputs
+        if do is None:
+            return (None,) * 4
+        q, k, v, o, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or _is_intercepted(q, k, v):  # what is so now need not have been so in forward
+            return *_spread(_backward_autograd(do, q, k, v, o, lse, *ctx.settings, needs), needs), None
+        return *_gradients(do, q, k, v, o, lse, *ctx.settings, needs), None
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -208,5 +230,5 @@ def attend(
     if _is_intercepted(q, k, v):
         return flash_attention_forward(q, k, v, *settings)[0]
     if _is_differentiated(q, k, v):
-        return _DirectFlashAttention.apply(q, k, v, *settings)
+        return _DirectFlashAttention.apply(q, k, v, settings)
     return _forward(q, k, v, *settings)[0]

@@ -54,10 +54,9 @@ def _c_launcher(launcher: Any, has_descriptors: bool) -> Callable | None:
         or launcher.profile_scratch_size > 0
     ):
         return None
-    launch = launcher.launch
-    if has_descriptors:  # a closure around it, which encodes them at every launch
-        launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
-    return launch if inspect.isbuiltin(launch) else None
+    if has_descriptors:  # what encodes them at every launch is a closure around the C function
+        return inspect.getclosurevars(launcher.launch).nonlocals.get("launcher")
+    return launcher.launch
 
 
 def direct_launch(step: Step, compiled: Any) -> Launch | None:

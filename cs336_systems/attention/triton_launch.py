@@ -97,6 +97,11 @@ def run(
 ) -> None:
     """Launch a plan's steps on the tensors that it was made for, on their device's current stream. `pointers` are the
     tensors' addresses, if the caller has them."""
+    device = tensors[0].get_device()
+    if device >= 0 and device != torch._C._cuda_getDevice():  # Triton launches on the current one
+        with torch.cuda.device(device):
+            run(plan, tensors, seed, offset, pointers)
+        return
     if pointers is None:
         pointers = [x.data_ptr() for x in tensors]
     buffer = None
@@ -106,7 +111,7 @@ def run(
         pointers = [*pointers, *[address + scratch.offset for scratch in plan.scratch]]
     hooks = triton.knobs.runtime  # a profiler's
     if plan.launches and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls:
-        stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
+        stream = torch._C._cuda_getCurrentRawStream(device)
         for launch in plan.launches:
             launch(pointers, stream, seed, offset)
         return
@@ -138,18 +143,6 @@ def _are_aligned(pointers: list[int]) -> bool:
     for pointer in pointers:
         bits |= pointer
     return bits & 15 == 0
-
-
-def _run_on_its_device(
-    plan: LaunchPlan, tensors: tuple[Tensor, ...], seed: int, offset: int, pointers: list[int]
-) -> None:
-    """Triton launches on the current device: make it the tensors' where it isn't."""
-    device = tensors[0].get_device()
-    if device < 0 or device == torch._C._cuda_getDevice():
-        run(plan, tensors, seed, offset, pointers)
-    else:
-        with torch.cuda.device(device):
-            run(plan, tensors, seed, offset, pointers)
 
 
 def _add_plan(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
@@ -189,7 +182,7 @@ def launch_flash_forward(
             plan = replan(tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), tensors, seed, offset)))
         return plan
 
-    _run_on_its_device(_plans.get(key) or _add_plan(key, make), tensors, seed, offset, pointers)
+    run(_plans.get(key) or _add_plan(key, make), tensors, seed, offset, pointers)
 
 
 def launch_flash_backward(
@@ -229,4 +222,4 @@ def launch_flash_backward(
     if plan.copies_do:
         tensors = (do.contiguous(), *tensors[1:])
         pointers[0] = tensors[0].data_ptr()
-    _run_on_its_device(plan, tensors, seed, offset, pointers)
+    run(plan, tensors, seed, offset, pointers)
