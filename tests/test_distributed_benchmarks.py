@@ -19,8 +19,9 @@ from cs336_systems.benchmarking.data_parallel import (
     cell_label,
     data_parallel_cells,
     measure_data_parallel,
+    scheme_label,
 )
-from cs336_systems.benchmarking.rank_sweep import run_rank_sweep, world_sizes
+from cs336_systems.benchmarking.rank_sweep import batch_sizes, nccl_settings, run_rank_sweep, world_sizes
 from cs336_systems.benchmarking.run_all_reduce import run_all_reduce_benchmark
 from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
 from cs336_systems.distributed.process_group import RankContext
@@ -40,6 +41,8 @@ TINY: dict[str, Any] = {
     "steps": 2,
     "seed": 0,
 }
+
+NCCL_OWN: dict[str, Any] = {"max_ctas": (0,), "high_priority": ("off",)}
 
 
 def test_the_all_reduce_benchmark_on_the_cpu(tmp_path: Path) -> None:
@@ -102,8 +105,8 @@ def test_the_data_parallel_benchmark_on_the_cpu(tmp_path: Path) -> None:
         bucket_size_mb=(1.0, 50.0),
         device="cpu",
         out=tmp_path,
-        max_ctas=None,
-        high_priority=False,
+        **NCCL_OWN,
+        total_batch_size=None,
         comm_dtype=None,
         **TINY,
     )
@@ -205,7 +208,7 @@ def test_cells_multiply_bucket_sizes_only_where_there_are_buckets() -> None:
     cells = data_parallel_cells(
         _cell("none", comm_dtype="bf16"),
         precision=("fp32", "bf16"),
-        world_size=(1, 2),
+        batch_sizes={1: 4, 2: 2},
         implementation=("flat", "bucketed", "none", "torch-ddp"),
         bucket_size_mb=(1.0, 10.0),
     )
@@ -213,10 +216,42 @@ def test_cells_multiply_bucket_sizes_only_where_there_are_buckets() -> None:
     assert [cell_label(cell) for cell in cells[:4]] == [
         "1 ranks, fp32, none",
         "1 ranks, fp32, flat",
-        "1 ranks, fp32, bucketed 1 MB",
-        "1 ranks, fp32, bucketed 10 MB",
+        "1 ranks, fp32, bucketed, 1 MB",
+        "1 ranks, fp32, bucketed, 10 MB",
     ]
     assert {cell.implementation for cell in cells if cell.comm_dtype == "bf16"} == {"bucketed"}
+    assert {(cell.world_size, cell.batch_size) for cell in cells} == {(1, 4), (2, 2)}
+
+
+def test_nccl_settings_multiply_only_what_communicates() -> None:
+    settings = nccl_settings("cuda", (0, 4), ("off", "on"))
+    cells = data_parallel_cells(
+        _cell("none"),
+        precision=("fp32",),
+        batch_sizes={2: 4},
+        implementation=("bucketed",),
+        bucket_size_mb=(100.0,),
+        nccl=settings,
+    )
+    assert [scheme_label(cell) for cell in cells] == [
+        "none",
+        "bucketed, 100 MB",
+        "bucketed, high priority, 100 MB",
+        "bucketed, 4 CTAs, 100 MB",
+        "bucketed, 4 CTAs, high priority, 100 MB",
+    ]
+    with pytest.raises(ValueError, match="max_ctas=4: must be between 1 and 64, with device_type 'cuda'"):
+        nccl_settings("cpu", (0, 4), ("off",))
+    with pytest.raises(ValueError, match="max_ctas='': needs at least one value"):
+        nccl_settings("cuda", (), ("off",))
+
+
+def test_batch_sizes() -> None:
+    assert batch_sizes((1, 2, 4), 4, None) == {1: 4, 2: 4, 4: 4}
+    assert batch_sizes((1, 2, 4), 4, 8) == {1: 8, 2: 4, 4: 2}
+    for total in (6, 0):
+        with pytest.raises(ValueError, match=f"total_batch_size={total}: must be a multiple of"):
+            batch_sizes((1, 4), 4, total)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +290,14 @@ def test_prediction_beside_measurement_by_hand() -> None:
     rows = [_row("none", 700.0), _row("none", 300.0, precision="bf16")]
     cell = _cell("bucketed", bucket_size_mb=100.0)
     measured = {"step_median_ms": 714.0, "gradient_mb": 8000.0, "n_collectives": 80}
-    results = report.derived(cell, measured, rows, {2: cost})
+    results = report.derived(cell, measured, rows, {(2, None): cost})
     assert results["exposed_ms"] == pytest.approx(14.0)
     assert results["exposed_share"] == pytest.approx(14.0 / 714.0)
     assert results["predicted_overhead_ms"] == pytest.approx(5.0)  # 1 ms for the last bucket, 4 for the calls
-    half = report.derived(replace(cell, comm_dtype="bf16"), measured, rows, {2: cost})
+    half = report.derived(replace(cell, comm_dtype="bf16"), measured, rows, {(2, None): cost})
     assert half["predicted_overhead_ms"] == pytest.approx(1e3 * ddp_overhead_s(4e9, 80, cost))
     assert report.derived(_cell("naive"), measured, [], {}) == {}
-    assert report.derived(_cell("none"), measured, rows, {2: cost}) == {}
+    assert report.derived(_cell("none"), measured, rows, {(2, None): cost}) == {}
 
 
 def test_the_best_bucket_sizes_by_both() -> None:
@@ -272,11 +307,13 @@ def test_the_best_bucket_sizes_by_both() -> None:
         _row("bucketed", 714.0, bucket_size_mb=10.0, predicted_overhead_ms=6.0),
         _row("bucketed", 712.0, bucket_size_mb=100.0, predicted_overhead_ms=8.0),
     ]
-    text = report.best_sizes(rows, {2: LinearCost(50e-6, 100e9)})
+    text = report.best_sizes(rows, {(2, None): LinearCost(50e-6, 100e9)})
     assert text == (
         "fp32, 2 ranks, bucketed: fastest with 100 MB buckets; the model's best of these is 10 MB, and of all 200 MB "
         "(o = 50 µs, w = 100 GB/s, s = 8000 MB)."
     )
+    capped = [replace(row, max_ctas=4) for row in rows[1:2]]
+    assert report.best_sizes(capped, {}) == "fp32, 2 ranks, bucketed, 4 CTAs: fastest with 1 MB buckets."
     timelines = {cell_label(row): index for index, row in enumerate(rows)}
     assert report.timelines_to_show(rows, timelines) == {cell_label(rows[0]): 0, cell_label(rows[3]): 3}
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.accounting.flops import num_parameters
+from cs336_systems.benchmarking.gather_picture import plot_gathers, shown_uses
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
 from cs336_systems.benchmarking.sharding import storage_bytes
 from cs336_systems.benchmarking.sharding_cells import MOMENTS, ShardingCell, ShardingMemoryRow
@@ -27,8 +28,9 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "optimizer": "adamw",
     "attention": "naive",
-    "max_ctas": None,
-    "high_priority": False,
+    "total_batch_size": None,
+    "max_ctas": (0,),
+    "high_priority": ("off",),
     "warmup": 0,
     "steps": 2,
     "seed": 0,
@@ -139,4 +141,27 @@ def test_read_gathers() -> None:
     timings = read_gathers({"traceEvents": events})
     assert [timing.weight for timing in timings] == ["a", "b", "d"]
     assert [timing.late_ms for timing in timings] == pytest.approx([0.0, 0.005, 0.0])
+    # b's layer lasts until c's begins; its reduce-scatter is no kernel of the layer.
+    assert [(t.gather_start_ms, t.gather_end_ms) for t in timings] == [(0.005, 1.005), (1.005, 2.005), (2.105, 2.205)]
+    assert [(t.layer_start_ms, t.layer_end_ms) for t in timings] == [(2.0, 2.0), (2.005, 2.105), (9.001, 9.101)]
     assert read_gathers({"traceEvents": [annotation("fsdp use a", 0.0, 1.0)]}) == []
+
+
+def test_the_picture_of_gathers_shows_the_middles_of_forward_and_backward(tmp_path: Path) -> None:
+    gathers = [
+        {
+            "weight": f"layers.{i}.weight",
+            "gather_start_ms": i - 1.0,
+            "gather_end_ms": i - 0.1,
+            "could_begin_ms": float(i),
+            "layer_start_ms": float(i),
+            "layer_end_ms": i + 1.0,
+        }
+        for i in range(100)
+    ]
+    shown = {part: [use["weight"] for use in uses] for part, uses in shown_uses(gathers).items()}
+    assert shown["forward"] == [f"layers.{i}.weight" for i in range(17, 33)]
+    assert shown["backward"] == [f"layers.{i}.weight" for i in range(67, 83)]
+    assert shown_uses(gathers[:4]) == {"forward": gathers[:4], "backward": gathers[:4]}
+    plot_gathers({"fsdp": gathers, "short": gathers[:3]}, tmp_path / "gathers.png")
+    assert (tmp_path / "gathers.png").stat().st_size > 0

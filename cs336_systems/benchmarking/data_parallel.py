@@ -6,11 +6,13 @@ Handout, naive DDP, flat, overlapped and bucketed: time a step, time communicati
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, Literal, get_args
 
+from cs336_systems.benchmarking.rank_arguments import nccl_label
 from cs336_systems.configs import BenchmarkCell, check
 from cs336_systems.intervals import StepIntervals, covered_share, total_length
 from cs336_systems.records import Statistics
@@ -20,6 +22,7 @@ Implementation = Literal[
 ]
 BUCKETED: tuple[str, ...] = ("bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp")
 COMM_WARMUP, COMM_REPEATS = 1, 3
+NCCL_DEFAULTS: dict[str, Any] = {"max_ctas": None, "high_priority": False}
 
 
 @dataclass(frozen=True)
@@ -246,32 +249,49 @@ def _slowest(times_ms: list[float]) -> list[float]:
     return [max(step) for step in zip(*_gathered(times_ms), strict=True)]
 
 
-def data_parallel_cells(base: DataParallelCell, **varied: tuple) -> list[DataParallelCell]:
-    """The cells of a run, those without communication first: `varied` has `precision`, `world_size`, `implementation`
-    and `bucket_size_mb`, each a tuple. Bucket sizes multiply only implementations that have buckets.
+def data_parallel_cells(
+    base: DataParallelCell,
+    *,
+    precision: Sequence[str],
+    batch_sizes: Mapping[int, int],
+    implementation: Sequence[str],
+    bucket_size_mb: Sequence[float],
+    nccl: Sequence[Mapping[str, Any]] = (NCCL_DEFAULTS,),
+) -> list[DataParallelCell]:
+    """The cells of a run, those without communication first.
 
-    Raises ValueError for the first cell that cannot be.
+    Args:
+        base: what all have in common.
+        batch_sizes: sequences on each rank, by number of ranks.
+        bucket_size_mb: multiplies only implementations that have buckets.
+        nccl: values of `max_ctas` and `high_priority`; multiplies only what communicates.
+
+    Raises:
+        ValueError: for the first cell that cannot be.
     """
     cells = []
-    for precision in varied["precision"]:
-        for world_size in varied["world_size"]:
-            for implementation in dict.fromkeys(("none", *varied["implementation"])):
-                for size in varied["bucket_size_mb"] if implementation in BUCKETED else (None,):
-                    comm_dtype = base.comm_dtype if implementation.startswith("bucketed") else None
-                    cells.append(
-                        replace(
-                            base,
-                            precision=precision,
-                            world_size=world_size,
-                            implementation=implementation,
-                            bucket_size_mb=size,
-                            comm_dtype=comm_dtype,
-                        )
-                    )
+    for kind, (world_size, batch_size) in product(precision, batch_sizes.items()):
+        for name in dict.fromkeys(("none", *implementation)):
+            sizes = bucket_size_mb if name in BUCKETED else (None,)
+            for size, setting in product(sizes, nccl if name != "none" else (NCCL_DEFAULTS,)):
+                varied = {"precision": kind, "world_size": world_size, "batch_size": batch_size, **setting}
+                varied |= {"implementation": name, "bucket_size_mb": size}
+                varied |= {"comm_dtype": base.comm_dtype if name.startswith("bucketed") else None}
+                cells.append(replace(base, **varied))
     return cells
 
 
+def variant_label(cell: DataParallelCell) -> str:
+    """The implementation with all but its bucket size, e.g. "bucketed, 4 CTAs"."""
+    return f"{cell.implementation}{nccl_label(asdict(cell))}"
+
+
+def scheme_label(cell: DataParallelCell) -> str:
+    """The implementation with its parameters, e.g. "bucketed, 4 CTAs, 25 MB"."""
+    bucket = f", {cell.bucket_size_mb:g} MB" if cell.bucket_size_mb is not None else ""
+    return variant_label(cell) + bucket
+
+
 def cell_label(cell: DataParallelCell) -> str:
-    """For example "2 ranks, fp32, bucketed 25 MB"."""
-    bucket = f" {cell.bucket_size_mb:g} MB" if cell.bucket_size_mb is not None else ""
-    return f"{cell.world_size} ranks, {cell.precision}, {cell.implementation}{bucket}"
+    """For example "2 ranks, fp32, bucketed, 25 MB"."""
+    return f"{cell.world_size} ranks, {cell.precision}, {scheme_label(cell)}"

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.accounting.communication import LinearCost, best_bucket_bytes, ddp_overhead_s
-from cs336_systems.benchmarking.data_parallel import DataParallelCell, DataParallelRow, cell_label
+from cs336_systems.benchmarking.data_parallel import DataParallelCell, DataParallelRow, cell_label, variant_label
 
 BUCKETED_HERE = ("bucketed", "bucketed-zeroed", "bucketed-in-place")
+Costs = Mapping[tuple[int, int | None], LinearCost]  # the line through the all-reduce times, by ranks and cap on CTAs
 
 COLUMNS = {
     "precision": "precision",
     "world_size": "ranks",
     "implementation": "implementation",
     "bucket_size_mb": "MB",
+    "max_ctas": "CTAs at most",
+    "high_priority": "high priority",
     "status": "status",
     "step_median_ms": "step ms",
     "step_std_ms": "± ms",
@@ -34,23 +37,23 @@ def derived(
     cell: DataParallelCell,
     measured: Mapping[str, Any],
     rows: Sequence[DataParallelRow],
-    costs: Mapping[int, LinearCost],
+    costs: Costs,
 ) -> dict[str, Any]:
     """The fields that need other rows: what is exposed against the step without communication, and what was predicted.
 
     Args:
         measured: the cell's own results.
         rows: those before it, among them the one without communication.
-        costs: by number of ranks, the line through the all-reduce times.
     """
     baseline = next((row.step_median_ms for row in rows if _is_baseline_of(row, cell)), None)
     results: dict[str, Any] = {}
     if baseline is not None and cell.implementation != "none":
         results["exposed_ms"] = measured["step_median_ms"] - baseline
         results["exposed_share"] = results["exposed_ms"] / measured["step_median_ms"]
-    if cell.implementation in BUCKETED_HERE and cell.world_size in costs:
+    cost = costs.get((cell.world_size, cell.max_ctas))
+    if cell.implementation in BUCKETED_HERE and cost is not None:
         n_bytes = measured["gradient_mb"] * 1e6 * _comm_share(cell)
-        overhead_s = ddp_overhead_s(n_bytes, measured["n_collectives"], costs[cell.world_size])
+        overhead_s = ddp_overhead_s(n_bytes, measured["n_collectives"], cost)
         results["predicted_overhead_ms"] = overhead_s * 1e3
     return results
 
@@ -65,25 +68,19 @@ def _comm_share(cell: DataParallelCell) -> float:
     return 1.0 if cell.comm_dtype is None else 0.5  # two bytes for float32's four
 
 
-def best_sizes(rows: Sequence[DataParallelRow], costs: Mapping[int, LinearCost]) -> str:
+def best_sizes(rows: Sequence[DataParallelRow], costs: Costs) -> str:
     """A line for each precision, number of ranks and bucketed implementation: the best bucket size by the model and as
     measured."""
     lines = []
-    for precision, world_size, implementation in dict.fromkeys(
-        (row.precision, row.world_size, row.implementation) for row in rows
-    ):
-        group = [
-            row
-            for row in rows
-            if (row.precision, row.world_size, row.implementation) == (precision, world_size, implementation)
-            and row.status == "ok"
-        ]
-        if implementation not in BUCKETED_HERE or not group:
-            continue
+    groups: dict[tuple[str, int, str], list[DataParallelRow]] = {}
+    for row in rows:
+        if row.implementation in BUCKETED_HERE and row.status == "ok":
+            groups.setdefault((row.precision, row.world_size, variant_label(row)), []).append(row)
+    for (precision, world_size, variant), group in groups.items():
         fastest = min(group, key=lambda row: row.step_median_ms or 0.0)
-        line = f"{precision}, {world_size} ranks, {implementation}: fastest with {fastest.bucket_size_mb:g} MB buckets"
-        if world_size in costs:
-            cost = costs[world_size]
+        line = f"{precision}, {world_size} ranks, {variant}: fastest with {fastest.bucket_size_mb:g} MB buckets"
+        cost = costs.get((world_size, fastest.max_ctas))
+        if cost is not None:
             n_bytes = (group[0].gradient_mb or 0.0) * 1e6 * _comm_share(group[0])
             least = min(group, key=lambda row: row.predicted_overhead_ms or 0.0)
             line += (
@@ -106,8 +103,8 @@ def plot_bucket_sizes(rows: Sequence[DataParallelRow], path: Path) -> None:
     figure, axes = new_figure(columns=len(panels))
     for axis, panel in zip(axes[0], panels, strict=True):
         mine = [row for row in measured if (row.precision, row.world_size) == panel]
-        for index, name in enumerate(dict.fromkeys(row.implementation for row in mine)):
-            group = sorted((row for row in mine if row.implementation == name), key=lambda row: row.bucket_size_mb or 0)
+        for index, name in enumerate(dict.fromkeys(variant_label(row) for row in mine)):
+            group = sorted((row for row in mine if variant_label(row) == name), key=lambda row: row.bucket_size_mb or 0)
             colour = COLOURS[index % len(COLOURS)]
             if group[0].bucket_size_mb is None:
                 axis.axhline(group[0].exposed_ms, color=colour, linestyle=":", label=name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from cs336_systems.configs import Attention, Optimizer
 
@@ -16,6 +17,8 @@ class RankArguments:
     """Context length, in tokens."""
     batch_size: int = 4
     """Sequences on each rank."""
+    total_batch_size: int | None = None
+    """Sequences over all ranks, in batch_size's place: several numbers of processes then give strong scaling."""
     processes: tuple[int, ...] = ()
     """Numbers of ranks, one a GPU. Default: 2. Several give weak scaling."""
     precision: tuple[Literal["fp32", "tf32", "bf16"], ...] = ("fp32",)
@@ -24,9 +27,10 @@ class RankArguments:
     """The project's AdamW, or PyTorch's fused one."""
     attention: Attention = "naive"
     """The attention that the model calls."""
-    max_ctas: int | None = None
-    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute."""
-    high_priority: bool = False
+    max_ctas: tuple[int, ...] = (0,)
+    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute; 0 leaves it to
+    NCCL. Several are compared."""
+    high_priority: tuple[Literal["off", "on"], ...] = ("off",)
     """Have the GPU schedule NCCL's blocks before those of the kernels that compute."""
     warmup: int = 5
     """Steps before measuring."""
@@ -38,3 +42,9 @@ class RankArguments:
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     profile: bool = True
     """Profile one step of each, for the timeline and the communication that nothing covers."""
+
+
+def nccl_label(setting: Mapping[str, Any]) -> str:
+    """What a cell's label says of NCCL's options, e.g. ", 4 CTAs, high priority"; nothing for NCCL's own."""
+    ctas = f", {setting['max_ctas']} CTAs" if setting["max_ctas"] is not None else ""
+    return ctas + (", high priority" if setting["high_priority"] else "")

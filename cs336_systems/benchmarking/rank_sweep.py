@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,25 +91,54 @@ def resolve_ranks_device(device: str) -> str:
     return ("cuda" if n_gpus else "cpu") if device == "auto" else device
 
 
-def model_on_ranks(
-    size: str, device: str, max_ctas: int | None, high_priority: bool, **several: tuple[Any, ...]
-) -> dict[str, Any]:
-    """The fields that all cells of a model on ranks share: its size and shape, the device, and NCCL's options.
+def model_on_ranks(size: str, device: str, **several: tuple[Any, ...]) -> dict[str, Any]:
+    """The fields that all cells of a model on ranks share: its size and shape, and the device.
 
     It also has the fork server, from which the ranks come, begin to import what they need.
 
     Raises:
-        ValueError: no such size or device, NCCL's options without NCCL, or one of `several` without a value.
+        ValueError: no such size or device, or one of `several` without a value.
     """
     if launcher() is None:
         start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
     check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
     for flag, values in several.items():
         check(values != (), flag, "", "needs at least one value")
-    device = resolve_ranks_device(device)
-    GroupOptions(device, max_ctas=max_ctas, high_priority=high_priority)
     shape = {name: getattr(MODEL_SIZES[size], name) for name in _SHAPE}
-    return {"size": size, **shape, "device": device, "max_ctas": max_ctas, "high_priority": high_priority}
+    return {"size": size, **shape, "device": resolve_ranks_device(device)}
+
+
+def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[str]) -> list[dict[str, Any]]:
+    """A cell's fields `max_ctas` and `high_priority` for each pair, NCCL's own number of CTAs (0) being None.
+
+    Raises:
+        ValueError: a cap that cannot be, one without NCCL, or no value.
+    """
+    check(len(max_ctas) > 0, "max_ctas", "", "needs at least one value")
+    check(len(high_priority) > 0, "high_priority", "", "needs at least one value")
+    groups = [
+        GroupOptions(device, max_ctas=n or None, high_priority=on == "on") for n, on in product(max_ctas, high_priority)
+    ]
+    return [{"max_ctas": group.max_ctas, "high_priority": group.high_priority} for group in groups]
+
+
+def present(columns: dict[str, str], rows: Sequence[Any]) -> dict[str, str]:
+    """The columns in which a row says anything."""
+    return {name: heading for name, heading in columns.items() if {getattr(row, name) for row in rows} - {None, False}}
+
+
+def batch_sizes(world_sizes: Sequence[int], batch_size: int, total_batch_size: int | None) -> dict[int, int]:
+    """Sequences on each rank by number of ranks: `batch_size`, or an equal part of `total_batch_size`.
+
+    Raises:
+        ValueError: `total_batch_size` is no multiple of a number of ranks.
+    """
+    if total_batch_size is None:
+        return dict.fromkeys(world_sizes, batch_size)
+    for world_size in world_sizes:
+        fits = total_batch_size > 0 and total_batch_size % world_size == 0
+        check(fits, "total_batch_size", total_batch_size, f"must be a multiple of {world_size}, a number of processes")
+    return {world_size: total_batch_size // world_size for world_size in world_sizes}
 
 
 def open_results(out: Path, name: str, row_type: type, command: str, device: str) -> ResultsFile | None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cs336_systems.benchmarking.all_reduce import AllReduceFit, AllReduceRow
-from cs336_systems.benchmarking.data_parallel import DataParallelRow
+from cs336_systems.benchmarking.data_parallel import DataParallelRow, scheme_label
 from cs336_systems.benchmarking.flash_benchmark import FlashRow
 from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
+from cs336_systems.benchmarking.scaling import scaling_table
 from cs336_systems.benchmarking.sharding_cells import ShardingMemoryRow, ShardingRow
 from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.provenance import Provenance
@@ -178,19 +179,19 @@ def data_parallel(results: Path) -> str:
     """Each implementation's step, by how much it is longer than the one without communication, and its memory."""
     runs, rows, _ = read_results(results / "ddp" / "fp32" / "ddp.json", DataParallelRow)
     low_runs, low, _ = read_results(results / "ddp" / "bf16" / "ddp.json", DataParallelRow)
-    bf16 = {(row.implementation, row.bucket_size_mb): row.step_median_ms for row in low}
+    bf16 = {scheme_label(row): row.step_median_ms for row in low}
     order = list(dict.fromkeys(row.implementation for row in rows))
     alone = next(row.step_median_ms for row in rows if row.implementation == "none" and row.step_median_ms)
     body = [
         [
-            row.implementation if row.bucket_size_mb is None else f"{row.implementation}, {row.bucket_size_mb:g} MB",
+            scheme_label(row),
             row.step_median_ms,
             None if row.exposed_ms is None else f"{row.exposed_ms / alone:.1%}",
             row.predicted_overhead_ms,
             row.communication_ms,
             None if row.covered_share is None else f"{row.covered_share:.0%}",
             row.peak_memory_gib,
-            bf16.get((row.implementation, row.bucket_size_mb)),
+            bf16.get(scheme_label(row)),
         ]
         for row in sorted(rows, key=lambda row: (order.index(row.implementation), row.bucket_size_mb or 0))
     ]
@@ -212,11 +213,25 @@ def sharding(results: Path) -> str:
                 row.optimizer_ms,
                 row.peak_memory_gib,
                 row.predicted_peak_gib,
+                None if row.n_gathers is None else f"{row.n_late} of {row.n_gathers}",
             ]
             for row in rows
         ]
-    table = _table(["implementation", "step ms", "optimizer ms", "peak GiB", "predicted GiB"], body)
-    return "\n\n".join([table, *(f"*{run.summary()}*" for run in runs)])
+    headings = ["implementation", "step ms", "optimizer ms", "peak GiB", "predicted GiB", "gathers that came late"]
+    return "\n\n".join([_table(headings, body), *(f"*{run.summary()}*" for run in runs)])
+
+
+def scaling(results: Path) -> str:
+    """Weak and strong scaling of every scheme, each of them where it was measured."""
+    parts = []
+    for kind in ("weak", "strong"):
+        for path in sorted((results / "scaling" / kind).rglob("scaling.json")):
+            runs, rows, _ = read_results(path, ShardingRow)
+            total = f"{rows[0].world_size * rows[0].batch_size} sequences over all ranks"
+            batch = f"{rows[0].batch_size} sequences a rank" if kind == "weak" else total
+            title = f"{kind.capitalize()} scaling, {rows[0].size} at context {rows[0].ctx}, {batch}:"
+            parts += [title, scaling_table(rows), *(f"*{run.summary()}*" for run in runs)]
+    return "\n\n".join(parts)
 
 
 def sharding_memory(results: Path) -> str:
@@ -264,6 +279,7 @@ BLOCKS: dict[str, Block] = {
     "flash-by-length": flash_by_length,
     "all-reduce": all_reduce,
     "data-parallel": data_parallel,
+    "scaling": scaling,
     "sharding": sharding,
     "sharding-memory": sharding_memory,
     "memory": memory,

@@ -24,8 +24,18 @@ from cs336_systems.benchmarking.data_parallel import (
     cell_label,
     data_parallel_cells,
     measure_data_parallel,
+    scheme_label,
 )
-from cs336_systems.benchmarking.rank_sweep import model_on_ranks, open_results, run_rank_sweep, world_sizes
+from cs336_systems.benchmarking.rank_sweep import (
+    batch_sizes,
+    model_on_ranks,
+    nccl_settings,
+    open_results,
+    present,
+    run_rank_sweep,
+    world_sizes,
+)
+from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.records import write_atomically
 
@@ -44,8 +54,10 @@ def run_data_parallel_benchmark(
     bucket_size_mb: tuple[float, ...],
     device: str,
     out: Path,
-    max_ctas: int | None,
-    high_priority: bool,
+    batch_size: int,
+    total_batch_size: int | None,
+    max_ctas: tuple[int, ...],
+    high_priority: tuple[str, ...],
     **parameters: Any,
 ) -> list[DataParallelRow]:
     """Measures every implementation and leaves the files under `out` (scripts/ddp_benchmark.py).
@@ -53,23 +65,28 @@ def run_data_parallel_benchmark(
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
     with refusing_bad_input():
-        common = model_on_ranks(
-            size, device, max_ctas, high_priority, precision=precision, implementation=implementation
-        )
+        common = model_on_ranks(size, device, precision=precision, implementation=implementation)
         device = common["device"]
+        nccl = nccl_settings(device, max_ctas, high_priority)
         base = DataParallelCell(implementation="none", **common, **parameters)
         ranks = world_sizes(processes, device, default=(2,))
         cells = data_parallel_cells(
-            base, precision=precision, world_size=ranks, implementation=implementation, bucket_size_mb=bucket_size_mb
+            base,
+            precision=precision,
+            batch_sizes=batch_sizes(ranks, batch_size, total_batch_size),
+            implementation=implementation,
+            bucket_size_mb=bucket_size_mb,
+            nccl=nccl,
         )
         results = open_results(out, "ddp", DataParallelRow, command, device)
         all_reduces = open_results(out, "all_reduce", AllReduceRow, command, device)
-    run_rank_sweep(
-        all_reduce_cells(device, ranks, ALL_REDUCE_SIZES_MB[device], max_ctas=max_ctas, high_priority=high_priority),
-        measure_all_reduce,
-        all_reduces,
-        all_reduce_label,
-    )
+    sizes_mb = ALL_REDUCE_SIZES_MB[device]
+    alone = [
+        cell
+        for cap in dict.fromkeys(setting["max_ctas"] for setting in nccl)
+        for cell in all_reduce_cells(device, ranks, sizes_mb, max_ctas=cap)
+    ]
+    run_rank_sweep(alone, measure_all_reduce, all_reduces, all_reduce_label)
     costs = _costs(all_reduces.rows) if all_reduces is not None else {}
     timelines: dict[str, Any] = {}
 
@@ -82,8 +99,8 @@ def run_data_parallel_benchmark(
     run_rank_sweep(cells, partial(measure_data_parallel, profile_step=profile_step), results, cell_label, complete)
     if results is None:  # a launched rank other than 0
         return []
-    shown = {n: h for n, h in report.COLUMNS.items() if {getattr(row, n) for row in results.rows} != {None}}
-    print(results.write_tables(shown, report.best_sizes(results.rows, costs)))
+    print(results.write_tables(present(report.COLUMNS, results.rows), report.best_sizes(results.rows, costs)))
+    print(write_scaling(results.rows, out / "ddp_by_ranks", scheme_label), end="")
     report.plot_bucket_sizes(results.rows, out / "ddp_bucket_sizes.png")
     if timelines:
         write_atomically(out / "ddp_timelines.json", json.dumps(timelines))
@@ -92,5 +109,5 @@ def run_data_parallel_benchmark(
     return results.rows
 
 
-def _costs(rows: list[AllReduceRow]) -> dict[int, LinearCost]:
-    return {fit.world_size: fit.cost() for fit in fit_rows(rows)}
+def _costs(rows: list[AllReduceRow]) -> dict[tuple[int, int | None], LinearCost]:
+    return {(fit.world_size, fit.max_ctas): fit.cost() for fit in fit_rows(rows)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 from cs336_systems.accounting.training_memory import Sharding
+from cs336_systems.benchmarking.rank_arguments import nccl_label
 from cs336_systems.configs import BenchmarkCell, check
 
 Implementation = Literal["none", "ddp", "sharded-optimizer", "torch-ddp", "torch-zero", "fsdp", "torch-fsdp2"]
@@ -104,6 +105,11 @@ class ShardingMemoryRow(ShardingCell):
     predicted_optimizer_state_gib: float = 0.0
 
 
+def scheme_label(cell: ShardingCell) -> str:
+    """For example "fsdp, 4 CTAs, high priority"."""
+    return f"{cell.implementation}{nccl_label(asdict(cell))}"
+
+
 def cell_label(cell: ShardingCell) -> str:
     """For example "sharded-optimizer fp32 ×2"."""
-    return f"{cell.implementation} {cell.precision} ×{cell.world_size}"
+    return f"{scheme_label(cell)} {cell.precision} ×{cell.world_size}"

@@ -6,7 +6,7 @@ else that the layer waited for: the kernels before it, and its own launch.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,12 +26,15 @@ _GATHER, _USE = "fsdp gather ", "fsdp use "
 
 @dataclass(frozen=True)
 class GatherTiming:
-    """One use of a weight: when its gather ended and when its layer could have begun without it, in ms of the trace's
-    clock."""
+    """One use of a weight: its gather, its layer's first kernel's start and last kernel's end, and when the layer could
+    have begun without waiting for the gather; in ms of the trace's clock."""
 
     weight: str
+    gather_start_ms: float
     gather_end_ms: float
     could_begin_ms: float
+    layer_start_ms: float
+    layer_end_ms: float
 
     @property
     def late_ms(self) -> float:
@@ -39,7 +42,8 @@ class GatherTiming:
 
 
 def profile_sharded_step(step: Callable[..., object], device: torch.device | str) -> dict[str, Any]:
-    """Profile one step: when it computed and communicated ("intervals"), and how its gathers ended (a row's fields)."""
+    """Profile one step: when it computed and communicated ("intervals"), how its gathers ended (a row's fields), and
+    each of these ("gathers", `GatherTiming`'s fields)."""
     with annotated_gathers():
         trace = record_steps(lambda: step(record_function), device)
     intervals = read_trace(trace)
@@ -47,6 +51,7 @@ def profile_sharded_step(step: Callable[..., object], device: torch.device | str
     gathers = read_gathers(trace)
     return {
         "intervals": asdict(intervals),
+        "gathers": [asdict(gather) for gather in gathers],
         "collective_ms": collective_ms,
         "exposed_collective_ms": collective_ms
         - total_length(intersect(intervals.communication, intervals.computation)),
@@ -101,14 +106,15 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
     annotations = sorted(
         (event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["ts"]
     )
-    gathered: dict[str, float] = {}  # by weight, the end of its last gather that no use has had yet
+    uses = [event["ts"] for event in annotations if event["name"].startswith(_USE)]
+    gathered: dict[str, tuple[float, float]] = {}  # by weight, its last gather that no use has had yet
     timings = []
     for event in annotations:
         if event["name"].startswith(_GATHER):
             inside = [kernels[c] for ts, c in launches if event["ts"] <= ts <= event["ts"] + event["dur"]]
-            ends = [kernel["ts"] + kernel["dur"] for kernel in inside if _is_gather(kernel)]
-            if ends:
-                gathered[event["name"].removeprefix(_GATHER)] = max(ends)
+            spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in inside if _is_gather(kernel)]
+            if spans:
+                gathered[event["name"].removeprefix(_GATHER)] = min(s for s, _ in spans), max(e for _, e in spans)
         elif event["name"].startswith(_USE):
             weight = event["name"].removeprefix(_USE)
             first = bisect_left(launch_times, event["ts"])
@@ -116,7 +122,12 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
                 continue
             before = computing[first - 1][1] if first else None
             could_begin = max(launch_times[first], before["ts"] + before["dur"] if before is not None else 0.0)
-            timings.append(GatherTiming(weight, gathered.pop(weight) / 1e3, could_begin / 1e3))
+            # The layer's kernels are those launched before the next use of a weight; at least the first of them.
+            next_use = bisect_right(uses, event["ts"])
+            end = bisect_left(launch_times, uses[next_use]) if next_use < len(uses) else len(computing)
+            last = computing[max(first, end - 1)][1]
+            moments = (*gathered.pop(weight), could_begin, computing[first][1]["ts"], last["ts"] + last["dur"])
+            timings.append(GatherTiming(weight, *(moment / 1e3 for moment in moments)))
     return timings
 
 
