@@ -83,7 +83,7 @@ def plot_scaling(rows: Rows, path: Path, label: Callable[[Any], str] = lambda ro
         axis.set_xscale("log", base=2)
         axis.set_xticks(ranks := sorted({row.world_size for row in rows}), [str(n) for n in ranks])
         axis.set_xlabel("ranks")
-        axis.set_ylabel("tokens a second and rank, of one rank alone")
+        axis.set_ylabel("efficiency")
         axis.set_title(precision)
     axes[0][-1].legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)
