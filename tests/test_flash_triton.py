@@ -111,6 +111,7 @@ PLANS = {
     "tall tiles": [("dkdv", _config(32, 16)), ("dq", _config(32, 16))],
     "wide tiles": [("dkdv", _config(16, 32)), ("dq", _config(16, 32))],
     "descriptors": [("dkdv", _config(32, 16, use_tma=True)), ("dq", _config(16, 16, use_tma=True))],
+    "dK and dV apart": [("dv", _config(32, 16)), ("dk", _config(16, 32)), ("dq", _config(32, 16))],
     "one launch": [("fused", _config(16, 32))],  # D inline
     "one launch, descriptors": [("fused", _config(32, 32, use_tma=True))],
 }
@@ -243,7 +244,7 @@ def test_float32_in_parts_with_configurations_and_dropout(in_parts):
     identity = torch.eye(32, device=DEVICE).expand(v.shape)
     keep_scale = (flash_forward(q, k, identity, False, 0.1, *dropout)[0] != 0).double() / 0.7
     expected = reference(q, k, v, do, True, 0.1, keep_scale)
-    for plan in ("tall tiles", "descriptors", "one launch, descriptors"):
+    for plan in ("tall tiles", "descriptors", "dK and dV apart", "one launch, descriptors"):
         config = _config(32, 16, use_tma="descriptors" in plan)
         actual = run_kernels(q, k, v, do, True, 0.1, config, PLANS[plan], dropout)
         check(actual, expected, torch.float32, 5e-6)
@@ -328,7 +329,7 @@ def test_every_element_is_written(monkeypatch, is_causal):
     check(run_public(*inputs, is_causal, 0.2), reference(*inputs, is_causal, 0.2), torch.float32)
 
 
-@pytest.mark.parametrize("plan", ["tall tiles", "one launch"])
+@pytest.mark.parametrize("plan", ["tall tiles", "dK and dV apart", "one launch"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dropout_draws_one_mask_for_forward_and_backward(plan, is_causal):
     head_dim = n_keys = 32

@@ -161,7 +161,7 @@ SLICE = [
     Case(90, "bfloat16", 128, "dkdv", use_tma=True),
     Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
     Case(90, "float32", 64, "forward", use_tma=True),
-    Case(90, "float32", 128, "dkdv", use_tma=True),
+    Case(90, "float32", 128, "dv", use_tma=True),
     Case(89, "float32", 128, "dq"),
     Case(80, "float32", 64, "split"),
     Case(120, "float32", 128, "measure"),
@@ -182,6 +182,8 @@ def every_case() -> list[Case]:
             continue
         has_tma = arch == 90 and name in ("forward", "dkdv", "dq", "fused")
         cases.extend(Case(arch, dtype, head_dim, name, use_tma) for use_tma in (False, True)[: 1 + has_tma])
+        if (arch, dtype, head_dim, name) == (90, "float32", 128, "dkdv"):
+            cases.extend(Case(arch, dtype, head_dim, apart, use_tma=True) for apart in ("dv", "dk"))
         if dtype == "float32" and arch > 75 and name in ("forward", "fused"):
             cases.append(Case(arch, dtype, head_dim, name, length=128))
         if name == "fused" and (dtype != "float32" or arch == 75):  # too long to compute D where it is used

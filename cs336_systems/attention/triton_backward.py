@@ -136,13 +136,14 @@ def flash_backward_kernel(
     BLOCK_OWN: tl.constexpr,
     BLOCK_STEP: tl.constexpr,
     USE_TMA: tl.constexpr,
-    RUN_DKDV: tl.constexpr,
+    RUN_DK: tl.constexpr,
+    RUN_DV: tl.constexpr,
     RUN_DQ: tl.constexpr,
     INLINE_D: tl.constexpr,  # compute D from o here, from the forward pass's own lse: there was no preprocess
 ):
-    """One program computes BLOCK_OWN rows of dK and dV (RUN_DKDV) or of dQ (RUN_DQ) of one (batch, head).
+    """One program computes BLOCK_OWN rows of dK (RUN_DK) and dV (RUN_DV), or of dQ (RUN_DQ), of one (batch, head).
 
-    With both, the first programs take dK and dV and the others dQ: one launch, and twice as many programs for short
+    With all, the first programs take dK and dV and the others dQ: one launch, and twice as many programs for short
     sequences that would leave most of the card idle. In each part the longest programs under a causal mask come first.
     """
     pid = tl.program_id(0)
@@ -153,14 +154,14 @@ def flash_backward_kernel(
     # stays in registers until the epilogue.
     OWN_BY_TMA: tl.constexpr = USE_TMA and BLOCK_OWN == BLOCK_STEP and IS_CAUSAL
     n_dkdv = 0
-    if RUN_DKDV:
+    if RUN_DK or RUN_DV:
         n_dkdv = n_key_blocks * batch_size * (heads // GROUP)
     q_own = q_step if OWN_BY_TMA else q_ptr
     k_own = k_step if OWN_BY_TMA else k_ptr
     v_own = v_step if OWN_BY_TMA else v_ptr
     do_own = do_step if OWN_BY_TMA else do_ptr
 
-    if RUN_DKDV and pid < n_dkdv:
+    if (RUN_DK or RUN_DV) and pid < n_dkdv:
         start_n = pid % n_key_blocks * BLOCK_OWN
         batch = pid // n_key_blocks // (heads // GROUP)
         kv_head = pid // n_key_blocks % (heads // GROUP)
@@ -204,19 +205,22 @@ def flash_backward_kernel(
                     batch_size * heads, n_rows, batch, batch_size, head, batch_head, start_n, begin, full_begin,
                     n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, True,
                     IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA,
-                    INLINE_D,
+                    INLINE_D, RUN_DK, RUN_DV,
                 )  # fmt: skip
             dk, dv = accumulate_dkdv(
                 dk, dv, k, k_low, v, v_low, q_step, do_step, o_ptr, q_strides, do_strides, o_strides, rows_step,
                 batch_size * heads, n_rows, batch, batch_size, head, batch_head, start_n, full_begin, n_queries,
                 n_queries, n_keys, scale_log2, dropout_scale, ds_scale, dropout, False,
-                IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA, INLINE_D,
+                IS_CAUSAL, HAS_DROPOUT, HEAD_DIM, BLOCK_STEP, BLOCK_OWN, BLOCK_D, PRECISION, PARTS, USE_TMA,
+                INLINE_D, RUN_DK, RUN_DV,
             )  # fmt: skip
-        dk *= dk_scale
-        if HAS_DROPOUT or PARTS == 2:
-            dv *= dv_scale
-        store_tile(dk_ptr, dk_strides, dk, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D)
-        store_tile(dv_ptr, dv_strides, dv, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D)
+        if RUN_DK:
+            dk *= dk_scale
+            store_tile(dk_ptr, dk_strides, dk, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D)
+        if RUN_DV:
+            if HAS_DROPOUT or PARTS == 2:
+                dv *= dv_scale
+            store_tile(dv_ptr, dv_strides, dv, batch, kv_head, start_n, n_keys, BLOCK_OWN, HEAD_DIM, BLOCK_D)
     elif RUN_DQ:
         batch_head = (pid - n_dkdv) // n_query_blocks
         start_m = (n_query_blocks - 1 - (pid - n_dkdv) % n_query_blocks) * BLOCK_OWN

@@ -104,8 +104,10 @@ def accumulate_dkdv(
     PARTS: tl.constexpr,
     USE_TMA: tl.constexpr,
     INLINE_D: tl.constexpr,
+    RUN_DK: tl.constexpr,
+    RUN_DV: tl.constexpr,
 ):
-    """Add what queries begin … end contribute to dV and to dK (not yet scaled) of one tile of keys.
+    """Add what queries begin … end contribute to dV (RUN_DV) and to dK (RUN_DK; not yet scaled) of one tile of keys.
 
     Scores are transposed, (keys, queries): Pᵀ and dSᵀ are then left operands straight from registers. The order of
     the products matters on sm_90: with dV's issued before dS is known, ptxas makes every wgmma wait for the last.
@@ -121,7 +123,8 @@ def accumulate_dkdv(
             do, do_strides, batch, batch_size, head, start_m, n_queries, BLOCK_M, HEAD_DIM, BLOCK_D, True,
             USE_TMA, PARTS,
         )  # fmt: skip
-        dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, PARTS, PRECISION)
+        if RUN_DK:
+            dp_t = dot_parts(v, v_low, do_tile.T, do_low.T, PARTS, PRECISION)
         lse = load_lse(rows, batch_head, start_m, n_queries, n_rows, BLOCK_M, INLINE_D, USE_TMA)
         p_t = tl.exp2(scores_t * scale_log2 - lse[None, :])
         if MASKED:
@@ -130,18 +133,22 @@ def accumulate_dkdv(
         if HAS_DROPOUT:
             kept = is_kept(query_index, key_index, batch_head, n_queries, n_keys, dropout)
             p_kept_t = tl.where(kept, p_t, 0.0)
-            dp_t = tl.where(kept, dp_t * dropout_scale, 0.0)
-        delta = delta_of(
-            do_tile, o, o_strides, rows, n_heads, n_rows, batch, head, batch_head, start_m, n_queries, HEAD_DIM,
-            BLOCK_M, BLOCK_D, INLINE_D, USE_TMA,
-        )  # fmt: skip
-        ds_t = p_t * (dp_t - delta[None, :])
-        if PARTS == 2:
-            ds_t *= ds_scale
-        p_high_t, p_low_t = parts_of(p_kept_t, do_tile.dtype, PARTS)
-        dv = add_dot_parts(dv, p_high_t, p_low_t, do_tile, do_low, PARTS, PRECISION)
-        ds_high_t, ds_low_t = parts_of(ds_t, q_tile.dtype, PARTS)
-        dk = add_dot_parts(dk, ds_high_t, ds_low_t, q_tile, q_low, PARTS, PRECISION)
+            if RUN_DK:
+                dp_t = tl.where(kept, dp_t * dropout_scale, 0.0)
+        if RUN_DK:
+            delta = delta_of(
+                do_tile, o, o_strides, rows, n_heads, n_rows, batch, head, batch_head, start_m, n_queries, HEAD_DIM,
+                BLOCK_M, BLOCK_D, INLINE_D, USE_TMA,
+            )  # fmt: skip
+            ds_t = p_t * (dp_t - delta[None, :])
+            if PARTS == 2:
+                ds_t *= ds_scale
+        if RUN_DV:
+            p_high_t, p_low_t = parts_of(p_kept_t, do_tile.dtype, PARTS)
+            dv = add_dot_parts(dv, p_high_t, p_low_t, do_tile, do_low, PARTS, PRECISION)
+        if RUN_DK:
+            ds_high_t, ds_low_t = parts_of(ds_t, q_tile.dtype, PARTS)
+            dk = add_dot_parts(dk, ds_high_t, ds_low_t, q_tile, q_low, PARTS, PRECISION)
     return dk, dv
 
 

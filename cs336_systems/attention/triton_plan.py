@@ -265,10 +265,11 @@ def plan_backward(
         )  # fmt: skip
         steps.append(preprocess)
     for name, config in passes:
-        run_dkdv, run_dq = needs_dkdv and name != "dq", needs_dq and name != "dkdv"
+        run_dk, run_dv = (needs_dkdv and name in (which, "dkdv", "fused") for which in ("dk", "dv"))
+        run_dq = needs_dq and name in ("dq", "fused")
         key_programs = -(-p.n_keys // config.block_own) * p.batch * (p.heads // p.group)
         query_programs = -(-p.n_queries // config.block_own) * batch_heads
-        if not run_dkdv and not run_dq:
+        if not (run_dk or run_dv or run_dq):
             continue
         stepped = [
             _stepped(p, config, operand, x, is_query)
@@ -278,11 +279,11 @@ def plan_backward(
         if config.use_tma:
             rows = Tile(all_rows, list(rows_shape), [n_rows, 1], [1, config.block_step])
         step = Step(
-            flash_backward_kernel, run_dkdv * key_programs + run_dq * query_programs, config,
+            flash_backward_kernel, (run_dk or run_dv) * key_programs + run_dq * query_programs, config,
             (*operands, 4, *stepped, rows, all_rows, 6, 7, 8, scales),
             (q, k, v, do, o, dq, dk, dv, p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * _LOG2_E,
              p.dropout_p, p.dropout_scale), True,
-            (*_constants(p, config), run_dkdv, run_dq, inline_d),
+            (*_constants(p, config), run_dk, run_dv, run_dq, inline_d),
         )  # fmt: skip
         steps.append(step)
     return _launch_plan(scratch, steps, passes, is_aligned, copies_do)

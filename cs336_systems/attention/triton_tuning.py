@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Pass = Literal["forward", "dkdv", "dq", "fused"]
+Pass = Literal["forward", "dkdv", "dk", "dv", "dq", "fused"]
 
 
 class KernelConfig(NamedTuple):
@@ -23,7 +23,8 @@ class KernelConfig(NamedTuple):
     use_tma: bool = False  # fetch the stepped-through tiles by tensor descriptor (sm_90)
 
 
-# What the backward pass launches after a preprocess, if any: ("dkdv", …) and ("dq", …), or both at once: ("fused", …).
+# What the backward pass launches after a preprocess, if any: ("dkdv", …) or ("dv", …) and ("dk", …), then ("dq", …); or
+# all at once: ("fused", …).
 Passes = tuple[tuple[Pass, KernelConfig], ...]
 
 
@@ -90,6 +91,12 @@ _HOPPER_PARTS = _rows(
     },
     use_tma=True,
 )
+# Accumulators of dK and dV together leave room for tiles of 32 keys only. Apart they compute the scores twice, in tiles
+# of 128.
+_HOPPER_PARTS |= {
+    ("dv", 128): KernelConfig(128, 64, 8, 2, use_tma=True),
+    ("dk", 128): KernelConfig(128, 32, 8, 2, use_tma=True),
+}
 _HOPPER_TF32 = _rows(
     {
         "forward": [(64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 3), (16, 32, 8, 1), (16, 16, 8, 1)],
@@ -171,12 +178,15 @@ def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
 
 
 def choose_backward(problem: Problem, use_tma: bool) -> Passes:
-    """One launch for dK, dV and dQ where the programs of either would leave much of the card idle, else two."""
+    """One launch for dK, dV and dQ where the programs of either would leave much of the card idle, else two, or three
+    where dK and dV do not fit together."""
     config = choose("fused", problem, use_tma)
     rows = problem.heads * problem.n_queries + problem.heads // problem.group * problem.n_keys
     if problem.gpu.arch == 0 or problem.batch * rows <= 8 * problem.gpu.n_sm * config.block_own:
         return (("fused", config),)
-    return (("dkdv", choose("dkdv", problem, use_tma)), ("dq", choose("dq", problem, use_tma)))
+    is_apart = problem.parts == 2 and use_tma and problem.block_d == 128
+    names: tuple[Pass, ...] = ("dv", "dk", "dq") if is_apart else ("dkdv", "dq")
+    return tuple([(name, choose(name, problem, use_tma)) for name in names])
 
 
 def wants_inline_d(problem: Problem, passes: Passes) -> bool:
