@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from cs336_systems.benchmarking import readme_tables
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
 from cs336_systems.benchmarking.scaling import efficiency, plot_scaling, scaling_table
 from cs336_systems.benchmarking.sharding_cells import ShardingRow
+from cs336_systems.provenance import collect_provenance
+from cs336_systems.records import ResultsFile
 from tests.test_fsdp_benchmark import TINY
 
 
@@ -70,6 +73,24 @@ def test_strong_scaling_on_the_cpu(tmp_path: Path) -> None:
     table = (tmp_path / "scaling_by_ranks.md").read_text()
     assert len(table.splitlines()) == 2 + 4 + 2
     assert (tmp_path / "scaling_by_ranks.png").stat().st_size > 0
+
+
+def test_the_readme_joins_runs_of_several_machines(tmp_path: Path) -> None:
+    assert readme_tables.scaling(tmp_path) == ""
+    for folder, rows in (
+        ("weak/two", [_row("none", 1, 700.0), _row("ddp", 1, 707.0), _row("ddp", 2, 714.0)]),
+        ("weak/eight", [_row("none", 8, 710.0), _row("ddp", 8, 875.0)]),
+        ("strong", [_row("none", 1, 1400.0, batch_size=8), _row("fsdp", 8, 350.0, batch_size=1)]),
+    ):
+        results = ResultsFile(tmp_path / "scaling" / folder, "scaling", ShardingRow, collect_provenance("x", "cpu"))
+        for row in rows:
+            results.append(row)
+    text = readme_tables.scaling(tmp_path)
+    assert "Weak scaling, xl at context 512, 4 sequences a rank:" in text
+    assert "| ddp, fp32 | 707 (99%) | 714 (98%) | 875 (80%) |" in text
+    assert "Strong scaling, xl at context 512, 8 sequences over all ranks:" in text
+    assert "| fsdp, fp32 | – | 350 (50%) |" in text
+    assert text.count("; `x`*") == 3
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

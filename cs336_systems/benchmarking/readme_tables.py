@@ -222,15 +222,17 @@ def sharding(results: Path) -> str:
 
 
 def scaling(results: Path) -> str:
-    """Weak and strong scaling of every scheme, each of them where it was measured."""
+    """Weak and strong scaling, a table a size; runs on machines of one, two, four and eight GPUs share it."""
     parts = []
     for kind in ("weak", "strong"):
-        for path in sorted((results / "scaling" / kind).rglob("scaling.json")):
-            runs, rows, _ = read_results(path, ShardingRow)
+        files = [read_results(path, ShardingRow) for path in sorted((results / "scaling" / kind).rglob("scaling.json"))]
+        everything = [row for _, rows, _ in files for row in rows]
+        for size, ctx in dict.fromkeys((row.size, row.ctx) for row in everything):
+            rows = [row for row in everything if (row.size, row.ctx) == (size, ctx)]
             total = f"{rows[0].world_size * rows[0].batch_size} sequences over all ranks"
             batch = f"{rows[0].batch_size} sequences a rank" if kind == "weak" else total
-            title = f"{kind.capitalize()} scaling, {rows[0].size} at context {rows[0].ctx}, {batch}:"
-            parts += [title, scaling_table(rows), *(f"*{run.summary()}*" for run in runs)]
+            parts += [f"{kind.capitalize()} scaling, {size} at context {ctx}, {batch}:", scaling_table(rows)]
+        parts += [f"*{run.summary()}*" for runs, _, _ in files for run in runs]
     return "\n\n".join(parts)
 
 
