@@ -200,11 +200,17 @@ def data_parallel(results: Path) -> str:
     return "\n\n".join([_table(headings, body), *(f"*{run.summary()}*" for run in (runs[0], low_runs[0]))])
 
 
+def _sharding_files(results: Path, kind: str) -> list[Path]:
+    """The rows of both benchmarks, those of a run of its own for bf16 behind the others'."""
+    names = [f"{name}/{folder}{name}{kind}.json" for name in ("sharded_optimizer", "fsdp") for folder in ("", "bf16/")]
+    return [results / name for name in names if (results / name).exists()]
+
+
 def sharding(results: Path) -> str:
     """Steps and peaks with the optimizer's state, and with everything, divided over the ranks."""
     body, runs = [], []
-    for name in ("sharded_optimizer", "fsdp"):
-        runs_here, rows, _ = read_results(results / name / f"{name}.json", ShardingRow)
+    for path in _sharding_files(results, ""):
+        runs_here, rows, _ = read_results(path, ShardingRow)
         runs.append(runs_here[0])
         body += [
             [
@@ -239,8 +245,8 @@ def scaling(results: Path) -> str:
 def sharding_memory(results: Path) -> str:
     """What a rank's memory holds at three moments, of the rank with the most."""
     body = []
-    for name in ("sharded_optimizer", "fsdp"):
-        _, rows, _ = read_results(results / name / f"{name}_memory.json", ShardingMemoryRow)
+    for path in _sharding_files(results, "_memory"):
+        _, rows, _ = read_results(path, ShardingMemoryRow)
         for cell in dict.fromkeys((row.implementation, row.precision, row.moment) for row in rows):
             ranks = [row for row in rows if (row.implementation, row.precision, row.moment) == cell]
             row = max(ranks, key=lambda row: row.total_gib or 0.0)
