@@ -149,7 +149,9 @@ def test_fp32_has_no_copies():
 def test_the_allocator_agrees(precision, attention):
     cell = named_cell("small", 512, precision=precision, attention=attention, device="cuda")
     kept = measure_kept(Workload(cell))
-    assert kept["allocated"] == pytest.approx(kept["weight_copies"] + kept["activations"], rel=0.02)
+    asked = kept["weight_copies"] + kept["activations"]
+    assert kept["requested"] == pytest.approx(asked, rel=0.005)
+    assert kept["allocated"] == pytest.approx(asked, rel=0.05)  # unsplit tails: up to 1 MiB beside each 3 MiB tensor
     assert kept["activations"] == pytest.approx(
         saved_activation_bytes(cell.model_config(), 4, 512, precision, attention), rel=0.05
     )

@@ -29,8 +29,9 @@ class PrecisionRow(BenchmarkRow):
 
     `weight_copies_gib`: low-precision copies of weights that backward keeps. `weight_cache_gib`: those that autocast's
     cache alone still holds when forward has ended, and lets go with the region. `activations_gib`: all else that is
-    kept for backward, each storage once, as autograd saves it. `allocated_gib`: by how much the GPU's allocator has
-    grown over forward and loss, which should be copies and activations. `*_predicted_gib` are the formulas of
+    kept for backward, each storage once, as autograd saves it. `requested_gib`: by how much what is asked of the GPU's
+    allocator has grown over forward and loss, which should be copies and activations; `allocated_gib`: what it hands
+    out for that, which is more, as it leaves up to 1 MiB of a cached block unsplit. `*_predicted_gib` are the formulas of
     cs336_systems.accounting for the same.
     """
 
@@ -40,6 +41,7 @@ class PrecisionRow(BenchmarkRow):
     weight_cache_gib: float | None = None
     activations_gib: float | None = None
     activations_predicted_gib: float | None = None
+    requested_gib: float | None = None
     allocated_gib: float | None = None
     peak_predicted_gib: float | None = None
 
@@ -69,7 +71,7 @@ def measure_kept(workload: Workload) -> dict[str, int]:
 
     Returns:
         "weight_copies" and "weight_cache", and if the step has a backward pass "activations" and, on a GPU,
-        "allocated"; see `PrecisionRow`.
+        "requested" and "allocated"; see `PrecisionRow`.
     """
     workload.step(_silent)  # a GPU's libraries make their workspaces in a first step, and keep them
     workload.loss = None
@@ -87,18 +89,20 @@ def measure_kept(workload: Workload) -> dict[str, int]:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def allocated() -> int:
-        return torch.cuda.memory_allocated(workload.device) if workload.device.type == "cuda" else 0
+    def held() -> dict[str, int]:
+        on_gpu = workload.device.type == "cuda"
+        statistics = torch.cuda.memory_stats(workload.device) if on_gpu else {}
+        names = ("requested", "allocated") if on_gpu else ()
+        return {name: statistics[f"{name}_bytes.all.current"] for name in names}
 
-    before = allocated()
+    before = held()
 
     @contextmanager
     def phase(name: str) -> Generator[None]:
         if name == "backward":
-            held = copies.addresses()
-            found["activations"] = sum(size for address, size in saved.items() if address not in held)
-            if workload.device.type == "cuda":
-                found["allocated"] = allocated() - before
+            copied = copies.addresses()
+            found["activations"] = sum(size for address, size in saved.items() if address not in copied)
+            found.update({name: count - before[name] for name, count in held().items()})
         with ExitStack() as watching:
             if name in ("forward", "loss"):
                 watching.enter_context(copies)
@@ -127,6 +131,7 @@ PRECISION_COLUMNS = {
     "weight_cache_gib": "of autocast's cache alone GiB",
     "activations_gib": "activations GiB",
     "activations_predicted_gib": "predicted ",
+    "requested_gib": "requested GiB",
     "allocated_gib": "allocated GiB",
     "peak_predicted_gib": "predicted peak GiB",
 }
