@@ -28,7 +28,8 @@ from tests.fsdp_helpers import (
     transformer,
 )
 
-WORLD_SIZES = (1, 2, 5)  # with 5 the rows divide unevenly, and some ranks have none
+# With 5 the rows divide unevenly, and some ranks have none.
+WORLD_SIZES = (1, 2, pytest.param(3, marks=pytest.mark.slow), 5)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "tied": partial(Mixed, tied=True),

@@ -100,6 +100,7 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and event.get("args", {}).get("correlation") in kernels
     )
+    all_launch_times = [ts for ts, _ in launches]
     computing = [(ts, kernels[c]) for ts, c in launches if not _is_gather(kernels[c])]
     computing = [(ts, kernel) for ts, kernel in computing if "nccl" not in kernel["name"].lower()]
     launch_times = [ts for ts, _ in computing]
@@ -111,7 +112,9 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
     timings = []
     for event in annotations:
         if event["name"].startswith(_GATHER):
-            inside = [kernels[c] for ts, c in launches if event["ts"] <= ts <= event["ts"] + event["dur"]]
+            first = bisect_left(all_launch_times, event["ts"])
+            end = bisect_right(all_launch_times, event["ts"] + event["dur"])
+            inside = [kernels[c] for _, c in launches[first:end]]
             spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in inside if _is_gather(kernel)]
             if spans:
                 gathered[event["name"].removeprefix(_GATHER)] = min(s for s, _ in spans), max(e for _, e in spans)
@@ -126,8 +129,8 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
             next_use = bisect_right(uses, event["ts"])
             end = bisect_left(launch_times, uses[next_use]) if next_use < len(uses) else len(computing)
             last = computing[max(first, end - 1)][1]
-            moments = (*gathered.pop(weight), could_begin, computing[first][1]["ts"], last["ts"] + last["dur"])
-            timings.append(GatherTiming(weight, *(moment / 1e3 for moment in moments)))
+            ends = (*gathered.pop(weight), could_begin, computing[first][1]["ts"], last["ts"] + last["dur"])
+            timings.append(GatherTiming(weight, *(moment / 1e3 for moment in ends)))
     return timings
 
 
