@@ -2,7 +2,8 @@
 
 It hides communication behind computation as the overlapped wrapper does, and pays the fixed cost of a call once a
 bucket (Li et al., PyTorch Distributed, VLDB 2020, section 3.2). Too small a bucket pays for many calls; too large a one
-leaves a long last bucket that nothing hides (cs336_systems/accounting/communication.py has the model).
+leaves a long last bucket that nothing hides (cs336_systems/accounting/communication.py has the model), so large buckets
+are smaller towards the end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class BucketedDDP(OverlappingDataParallel):
     ) -> None:
         """
         Args:
-            bucket_size_mb: a bucket's largest size in MB (10**6 bytes); a larger parameter has a bucket to itself.
+            bucket_size_mb: a bucket's largest size in MB (10**6 bytes); a larger parameter has a bucket to itself. Of
+                more than 25, the first and the last buckets are smaller (`assign_buckets` says why).
             bucket_comm_dtype: the dtype in which gradients travel and are summed, e.g. torch.bfloat16 for half the
                 bytes of float32; None keeps their own. Every rank ends with the same, rounded gradients.
 
