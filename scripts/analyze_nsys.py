@@ -5,7 +5,9 @@
 
 Takes .nsys-rep files (nsys exports them), their SQLite, traces of torch.profiler, and folders that
 scripts/profile_nsys.py wrote. Leaves under --out the handout's answers (answers.md), a row a report, the kernels of
-each range, and for each report its tables, its verdict and a timeline.
+each range, and for each report its tables, its verdict and a timeline. Whether two profilers tell the same of a step:
+
+    python scripts/analyze_nsys.py report.sqlite trace.json.gz --compare
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Arguments:
     """Write the report's first --steps steps to this SQLite file, small enough to keep, and do nothing else."""
     steps: int = 1
     """With --trim: how many steps to keep."""
+    compare: bool = False
+    """Set two reports of the same step side by side, by range and class (agreement.md), and do nothing else."""
 
 
 def main() -> None:

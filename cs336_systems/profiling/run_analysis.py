@@ -15,6 +15,7 @@ from typing import Any
 
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import BenchmarkCell, check
+from cs336_systems.profiling import agreement
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.nsys import NsysFailed, export_sqlite, find_nsys
 from cs336_systems.profiling.nsys_report import read_report
@@ -38,10 +39,12 @@ def run_analysis(
     nsys: str,
     trim: Path | None = None,
     steps: int = 1,
+    compare: bool = False,
 ) -> list[Analysis]:
     """Reads reports and folders of scripts/profile_nsys.py, and writes what `write_analyses` does under `out`.
 
-    With `trim`, writes the one report's first steps there, and nothing else. Bad input, and a report that is none, end
+    With `trim`, writes the one report's first steps there, and nothing else; with `compare`, only how far two reports
+    of the same step agree, as agreement.json and its tables. Bad input, and a report that is none, end
     the program with status 2.
     """
     with refusing_bad_input():
@@ -55,6 +58,9 @@ def run_analysis(
             print(f"{trim}: {size / 1e3:.0f} kB", file=sys.stderr)
             return []
         check_writable(out)
+        if compare:
+            _compare(command, files, out, nsys)
+            return []
         baseline = _rows(benchmark) if benchmark else []
         for folder in folders:
             baseline += _rows(folder / UNPROFILED / "benchmark.json")
@@ -67,10 +73,21 @@ def run_analysis(
         failed = [row for own in cells for row in failed_rows(own)]
         if not analyses and not failed:
             raise ValueError(f"{reports[0]}: holds no report")
-        results = ResultsFile(out, "steps", StepRow, _provenance(command, files, list(analyses.values())))
+        gpu = next((analysis.trace.gpu for analysis in analyses.values() if analysis.trace.gpu), None)
+        results = ResultsFile(out, "steps", StepRow, _provenance(command, files, gpu))
     print(write_analyses(analyses, failed, results, top))
     print(f"Answers, rows, kernels, and a report and picture each: {out}/", file=sys.stderr)
     return list(analyses.values())
+
+
+def _compare(command: str, files: Sequence[Path], out: Path, nsys: str) -> None:
+    check(len(files) == 2, "compare", True, f"takes two reports, and there are {len(files)}")
+    first, second = (replace(read_trace_file(file, nsys), source=str(file)) for file in files)
+    rows = agreement.compare(first, second)
+    results = ResultsFile(out, "agreement", agreement.AgreementRow, _provenance(command, files, first.gpu))
+    for row in rows:
+        results.append(row)
+    print(results.write_tables(agreement.COLUMNS, agreement.agreement_note(rows)))
 
 
 def find_reports(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
@@ -170,13 +187,12 @@ def failed_rows(folder: Path) -> list[StepRow]:
     ]
 
 
-def _provenance(command: str, files: Sequence[Path], analyses: Sequence[Analysis]) -> Provenance:
+def _provenance(command: str, files: Sequence[Path], gpu: str | None) -> Provenance:
     """The run's that the benchmark left beside a report; else what the report itself says."""
     for file in files:
         beside = file.parent / "benchmark.json"
         if beside.exists():
             return replace(Provenance(**json.loads(beside.read_text(encoding="utf-8"))["runs"][-1]), command=command)
-    gpu = next((analysis.trace.gpu for analysis in analyses if analysis.trace.gpu), None)
     unknown = dict.fromkeys(("driver", "cuda", "torch", "triton", "cpu", "git_commit"), "unknown")
     return Provenance(
         command=command,
