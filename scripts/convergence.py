@@ -24,6 +24,8 @@ class Arguments:
     """Of the weights and of the order of the data."""
     processes: int = 2
     """Ranks of the parallel variants, one a GPU."""
+    at_once: int = 0
+    """Runs at the same time; 0: one on a CPU, and beside a GPU half the CPU's cores, 8 at most."""
     data: Path | None = None
     """As for scripts/train.py: any text file, .npy or .bin; without it, Python's own library."""
     size: str = "tiny"

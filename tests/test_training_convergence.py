@@ -1,9 +1,11 @@
 """The comparison of techniques by their losses: every run is a row, and the table and picture are made of the rows."""
 
 import dataclasses
+import time
 
 import pytest
 
+from cs336_systems.benchmarking import convergence
 from cs336_systems.benchmarking.convergence import (
     VARIANTS,
     ConvergenceRow,
@@ -11,6 +13,7 @@ from cs336_systems.benchmarking.convergence import (
     run_convergence,
     summarize,
 )
+from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.records import read_results
 from cs336_systems.training.config import TrainArguments, TrainConfig
 from cs336_systems.training.metrics import METRICS
@@ -20,6 +23,8 @@ from tests.training_helpers import QUICK, write_text
 def _run(folder, **changes):
     base = {name: value for name, value in QUICK.items() if name != "checkpoint_every"}
     arguments = {"variant": ("fp32", "ddp", "tf32"), "seed": (0, 1), "processes": 2, "resume": False, "steps": 4}
+    arguments["at_once"] = 0
+    folder.mkdir(exist_ok=True)
     out = folder / "runs"
     return run_convergence("command", out=out, data=write_text(folder), **{**base, **arguments, **changes})
 
@@ -47,6 +52,42 @@ def test_each_variant_and_seed_is_trained_once(tmp_path, capsys):
     assert again[:6] == rows
     assert [(row.variant, row.seed) for row in again[6:]] == [("bf16", 0)]
     assert read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1] == again
+
+
+def test_runs_at_the_same_time_end_as_one_by_one(tmp_path):
+    first = _run(tmp_path / "first", variant=("fp32", "bf16", "ddp"), at_once=1)
+    second = _run(tmp_path / "second", variant=("fp32", "bf16", "ddp"), at_once=3)
+    losses = [
+        [(row.variant, row.seed, row.validation_loss, row.train_loss) for row in rows] for rows in (first, second)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path):
+    rows = _run(tmp_path, variant=("fp32",), seed=(0,))
+    for path in (tmp_path / "runs").glob("convergence*"):
+        path.unlink()
+    again = _run(tmp_path, variant=("fp32",), seed=(0,), resume=True)
+    assert [dataclasses.replace(row, tokens_per_s=None) for row in again] == [
+        dataclasses.replace(row, tokens_per_s=None) for row in rows
+    ]
+
+
+def test_ctrl_c_ends_every_run(tmp_path, monkeypatch):
+    def train(base, variant, *rest):
+        if variant == "fp32":
+            time.sleep(1)
+            raise KeyboardInterrupt
+        ended.append(run_isolated(time.sleep, 100).status)
+
+    ended = []
+    monkeypatch.setattr(convergence, "_train", train)
+    start_s = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        _run(tmp_path, variant=("fp32", "bf16"), seed=(0, 1), at_once=2)
+    assert stopped.value.code == 130
+    assert time.monotonic() - start_s < 50
+    assert ended == ["killed"]
 
 
 def _row(variant, seed, loss, **changes):
@@ -83,6 +124,7 @@ def test_variants_are_runs_that_can_be():
     [
         ({"variant": ("fp8",)}, "error: --variant fp8: must be one of fp32, tf32"),
         ({"variant": ()}, "needs at least one, and one seed"),
+        ({"at_once": -1}, "error: --at-once -1: must be 0 or more"),
         ({"ctx": 0}, "error: --ctx 0: must be at least 1"),
     ],
 )

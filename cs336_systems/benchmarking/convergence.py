@@ -6,9 +6,12 @@ Every run sees the same batches in the same order; those of one seed also start 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,7 @@ def run_convergence(
     variant: tuple[str, ...],
     seed: tuple[int, ...],
     processes: int,
+    at_once: int,
     out: Path,
     resume: bool,
     device: str,
@@ -122,10 +126,13 @@ def run_convergence(
 ) -> list[ConvergenceRow]:
     """Trains every variant with every seed, in folders of their own under `out`, and writes rows, table and picture.
 
+    `at_once` runs share the machine; 0 stands for one on a CPU, and beside a GPU half the CPU's cores, 8 at most.
+
     Bad input ends the program with status 2 before anything is built. A variant that this machine cannot run is a row.
     """
     with refusing_bad_input():
         check(len(variant) > 0 and len(seed) > 0, "variant", variant, "needs at least one, and one seed")
+        check(at_once >= 0, "at_once", at_once, "must be 0 or more")
         for name in variant:
             check(name in VARIANTS, "variant", name, f"must be one of {', '.join(VARIANTS)}")
         check_writable(out)
@@ -135,15 +142,44 @@ def run_convergence(
         results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
 
     def sweep() -> None:
-        for value in seed:
-            for name in variant:
-                if not any((row.variant, row.seed) == (name, value) for row in results.rows):
-                    folder = out / name / f"seed-{value}"
-                    row = _train(base_config, name, value, processes, folder, resume, tokens, provenance)
-                    results.append(row)
+        done = {(row.variant, row.seed) for row in results.rows}
+        runs = [(name, value) for value in seed for name in variant if (name, value) not in done]
+        with ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool:  # each thread waits for a run's processes
+            futures = [
+                pool.submit(
+                    _train,
+                    base_config,
+                    name,
+                    value,
+                    processes,
+                    out / name / f"seed-{value}",
+                    resume,
+                    tokens,
+                    provenance,
+                )
+                for name, value in runs
+            ]
+            try:
+                for future in futures:
+                    results.append(future.result())
+            except BaseException:
+                _end(futures)
+                raise
 
     sweep_into_files(results, sweep, _write_files)
     return results.rows
+
+
+def _runs_at_once(device: str) -> int:
+    return max(1, min(8, (os.cpu_count() or 1) // 2)) if device.startswith("cuda") else 1
+
+
+def _end(futures: Sequence[Future]) -> None:
+    """Drops the runs that have not begun, and kills the processes of those that have: checkpoints are theirs."""
+    running = [future for future in futures if not future.cancel()]
+    while wait(running, timeout=0.1).not_done:  # again, as a run may just be starting its next rank
+        for child in multiprocessing.active_children():
+            child.kill()
 
 
 def _write_files(results: ResultsFile) -> str:
@@ -189,14 +225,17 @@ def _train(
 
 
 def _results(summary: Summary, folder: Path) -> dict[str, Any]:
-    lines = [line for line in read_metrics(folder / METRICS) if line["kind"] == "train"]
+    metrics = read_metrics(folder / METRICS)
+    lines = [line for line in metrics if line["kind"] == "train"]
+    # Not the summary's: a run that had ended before it was resumed does not validate again.
+    validations = [float(line["loss"]) for line in metrics if line["kind"] == "validation"]
     shares = [line["zero_gradient_share"] for line in lines if line["zero_gradient_share"] is not None]
     is_finished = summary.status == "finished"
     return {
         "status": "ok" if is_finished else summary.status,
         "reason": summary.reason,
         "train_loss": statistics.fmean(line["loss"] for line in lines[-_LAST:]) if is_finished else None,
-        "validation_loss": summary.validation_loss if is_finished else None,
+        "validation_loss": validations[-1] if is_finished else None,
         "skipped_steps": summary.skipped_steps,
         "zero_gradient_share": max(shares, default=None),
         "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines),
