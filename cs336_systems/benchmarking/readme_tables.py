@@ -12,6 +12,7 @@ from cs336_systems.benchmarking.data_parallel import DataParallelRow, scheme_lab
 from cs336_systems.benchmarking.flash_benchmark import FlashRow
 from cs336_systems.benchmarking.leaderboard_attention import LeaderboardRow
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
+from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS
 from cs336_systems.benchmarking.scaling import scaling_table
 from cs336_systems.benchmarking.sharding_cells import ShardingMemoryRow, ShardingRow
 from cs336_systems.configs import MODEL_SIZES
@@ -291,6 +292,7 @@ BLOCKS: dict[str, Block] = {
     "sharding": sharding,
     "sharding-memory": sharding_memory,
     "memory": memory,
+    **PROFILE_BLOCKS,
 }
 
 
