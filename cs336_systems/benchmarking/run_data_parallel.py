@@ -100,7 +100,7 @@ def run_data_parallel_benchmark(
     if results is None:  # a launched rank other than 0
         return []
     print(results.write_tables(present(report.COLUMNS, results.rows), report.best_sizes(results.rows, costs)))
-    print(write_scaling(results.rows, out / "ddp_by_ranks", scheme_label), end="")
+    print(write_scaling(results.rows, out / "ddp_by_ranks", scheme_label))
     report.plot_bucket_sizes(results.rows, out / "ddp_bucket_sizes.png")
     if timelines:
         write_atomically(out / "ddp_timelines.json", json.dumps(timelines))

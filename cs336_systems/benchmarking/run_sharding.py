@@ -127,7 +127,7 @@ def run_sharding_benchmark(
     if results is None or memory is None:  # a launched rank other than 0
         return []
     print(results.write_tables(present(COLUMNS, results.rows)))
-    print(write_scaling(results.rows, out / f"{name}_by_ranks", scheme_label), end="")
+    print(write_scaling(results.rows, out / f"{name}_by_ranks", scheme_label))
     print(memory.write_tables(present(MEMORY_COLUMNS, memory.rows)))
     if timelines:
         write_atomically(out / f"{name}_timelines.json", json.dumps(timelines))
