@@ -129,10 +129,10 @@ def test_every_backward_plan_matches_float64(plan, is_causal, n_queries, n_keys)
 
 
 @pytest.mark.parametrize("dropout", [(0.0, 0, 0), (0.3, 1234, 7)])
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(33, 50), (70, 33)])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(17, 33), (40, 20)])
 def test_d_computed_where_it_is_used(monkeypatch, n_queries, n_keys, dropout):
     """A short backward pass is one launch, and gives what the preprocess and another launch give."""
-    inputs = draw(batch=2, heads=4, kv_heads=2, n_queries=n_queries, n_keys=n_keys, head_dim=24)
+    inputs = draw(heads=2, kv_heads=1, n_queries=n_queries, n_keys=n_keys, head_dim=24)
 
     def run(n_launches):
         problem = triton_launch.make_problem(*inputs[:2], True, 0.25, dropout[0])
