@@ -16,6 +16,8 @@ Arguments = TypeVar("Arguments")
 
 def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
+    # First of all, so that Ctrl-C is a line as early as can be.
+    sys.excepthook = _without_traceback_of_an_interrupt
     import tyro
 
     for stream in (sys.stdout, sys.stderr):
@@ -23,8 +25,15 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
     # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    sys.excepthook = _without_traceback_of_an_interrupt
-    return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
+    try:
+        try:
+            return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
+        except SystemExit:
+            sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
+            raise
+    except BrokenPipeError:
+        _leave_standard_output()
+        raise SystemExit(0) from None
 
 
 def _without_traceback_of_an_interrupt(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -63,11 +72,15 @@ def show(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        # What is left in the buffer would fail again as the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_standard_output()
         if not isinstance(error, BrokenPipeError):
             tell(f"error: cannot write to standard output: {error.strerror}")
             raise SystemExit(1) from None
+
+
+def _leave_standard_output() -> None:
+    """What is left in the buffer would fail again as the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell(text: str) -> None:
