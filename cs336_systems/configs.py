@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 Mode = Literal["forward", "forward-backward", "train-step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Compile = Literal["off", "on", "blocks"]
-Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton"]
+Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton", "flash-hopper"]
 Optimizer = Literal["adamw", "adamw-fused"]
 
 # Of any one dimension: what a signed 32-bit number holds. Larger ones overflow before they run out of memory.

@@ -29,7 +29,9 @@ from tests.attention_helpers import (
 )
 
 TRITON = pytest.param("triton", marks=[NEEDS_TRITON, IGNORE_INTERPRETER])
-ALL = [pytest.param(name, marks=TRITON.marks if name == "triton" else []) for name in IMPLEMENTATIONS]
+# Hopper's kernels run on no CPU: test_flash_hopper.py has their tests.
+PORTABLE = [name for name in IMPLEMENTATIONS if name != "hopper"]
+ALL = [pytest.param(name, marks=TRITON.marks if name == "triton" else []) for name in PORTABLE]
 KERNELS = ["pytorch", TRITON]
 
 
@@ -105,10 +107,12 @@ def test_auto_is_tiled_pytorch_on_a_cpu_even_where_triton_is_interpreted(monkeyp
     assert implementations.choose(torch.empty(1)) == "pytorch"
 
 
-def test_auto_is_triton_on_a_gpu_where_it_can_run(monkeypatch):
+def test_auto_is_hopper_or_triton_on_a_gpu_where_they_can_run(monkeypatch):
     monkeypatch.setattr(implementations, "_TRITON_IS_INSTALLED", True)
     with FakeTensorMode():
-        assert implementations.choose(torch.empty(1, device="cuda")) == "triton"
+        for is_hopper, chosen in ((True, "hopper"), (False, "triton")):
+            monkeypatch.setattr(implementations, "_is_hopper", lambda device, is_hopper=is_hopper: is_hopper)
+            assert implementations.choose(torch.empty(1, device="cuda")) == chosen
         assert implementations.choose(torch.empty(1, device="cuda", dtype=torch.float64)) == "pytorch"
         monkeypatch.setattr(implementations, "_TRITON_IS_INSTALLED", False)
         assert implementations.choose(torch.empty(1, device="cuda")) == "pytorch"
@@ -200,7 +204,7 @@ def test_dropout_outside_its_range(dropout_p):
 
 
 def test_an_unknown_implementation():
-    with pytest.raises(ValueError, match=r"'cuda'.*auto, .*triton, pytorch, reference, sdpa"):
+    with pytest.raises(ValueError, match=r"'cuda'.*auto, .*triton, hopper, pytorch, reference, sdpa"):
         flash_attention(of(1, 4, 8), of(1, 4, 8), of(1, 4, 8), implementation="cuda")
 
 

@@ -1,46 +1,18 @@
 """What only a card can show of the Triton attention kernels: their error beside SDPA's, large offsets, streams, CUDA
 graphs, memory, and how often they compile."""
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from tests.gpu_attention import assert_no_worse_than_sdpa, draw, exact, output_and_gradients
 
 pytestmark = pytest.mark.gpu
-
-
-def draw(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype, seed=0) -> list[Tensor]:
-    """q, k, v, do."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    shapes = [(heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys), (heads, n_queries)]
-    return [torch.randn(batch, *s, head_dim, generator=generator, device="cuda").to(dtype) for s in shapes]
-
-
-def output_and_gradients(attention, q, k, v, do) -> list[Tensor]:
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    o = attention(q, k, v)
-    return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
-
-
-def exact(q, k, v, do, is_causal) -> list[Tensor]:
-    def attention(q, k, v):
-        group = q.shape[1] // k.shape[1]
-        scores = q @ k.repeat_interleave(group, 1).mT * q.shape[-1] ** -0.5
-        if is_causal:
-            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-            scores = scores.masked_fill(~visible, -math.inf)
-        return scores.softmax(-1) @ v.repeat_interleave(group, 1)
-
-    return output_and_gradients(attention, *(x.double() for x in (q, k, v, do)))
 
 
 # Each head_dim and group is another compilation, so those are drawn from few; lengths, batches and seeds are free.
@@ -60,25 +32,7 @@ def test_the_error_is_at_most_one_and_a_half_times_sdpas(
     dtype, head_dim, batch, kv_heads, group, n_queries, n_keys, is_causal, seed
 ):
     q, k, v, do = draw(batch, kv_heads * group, kv_heads, n_queries, n_keys, head_dim, dtype, seed)
-    expected = exact(q, k, v, do, is_causal)
-    ours = output_and_gradients(
-        lambda q, k, v: flash_attention(q, k, v, is_causal, implementation="triton"), q, k, v, do
-    )
-    # SDPA's fused kernels take no groups in float32: it is given copies of the keys, and the gradients are summed.
-    sdpas = output_and_gradients(
-        lambda q, k, v: F.scaled_dot_product_attention(
-            q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=is_causal
-        ),
-        q, k, v, do,
-    )  # fmt: skip
-    # Where gradients cancel to nothing (one key, say), what is left is the rounding of their terms.
-    terms = do.norm() * v.norm(dim=-1).max() * head_dim**-0.5
-    terms = {"o": 0.0, "dv": 0.0, "dq": terms * k.norm(dim=-1).max(), "dk": terms * q.norm(dim=-1).max()}
-    for name, x, sdpa, reference in zip(("o", "dq", "dk", "dv"), ours, sdpas, expected, strict=True):
-        error, sdpas_error = ((y.double() - reference).norm().item() for y in (x, sdpa))
-        # Where SDPA happens to be exact, a quarter of the rounding of the result itself is allowed too.
-        floor = torch.finfo(dtype).eps / 4 * reference.norm().item() + 2**-22 * float(terms[name])
-        assert error <= max(1.5 * sdpas_error, floor), f"{name}: {error:.2e}, SDPA {sdpas_error:.2e}"
+    assert_no_worse_than_sdpa("triton", q, k, v, do, is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -21,6 +21,7 @@ from tests.attention_helpers import IGNORE_INTERPRETER, NEEDS_TRITON, make_input
 NAMES = [
     pytest.param(name, marks=[NEEDS_TRITON, IGNORE_INTERPRETER] if name == "flash-triton" else [])
     for name in MODEL_ATTENTION_NAMES
+    if name != "flash-hopper"  # runs on no CPU: test_flash_hopper.py
 ]
 
 
@@ -113,7 +114,7 @@ def test_each_name_asks_for_its_own_implementation(monkeypatch):
     q, k, v = make_inputs(1, 1, 4, 8)
     for name in MODEL_ATTENTION_NAMES[1:]:
         model_attention.model_attention(name)(q, k, v)
-    assert asked == [(True, "sdpa"), (True, "pytorch"), (True, "triton")]
+    assert asked == [(True, "sdpa"), (True, "pytorch"), (True, "triton"), (True, "hopper")]
 
 
 def test_the_model_makes_no_mask_for_them(monkeypatch):
@@ -153,6 +154,12 @@ def test_an_unknown_name():
 def test_why_not(monkeypatch):
     monkeypatch.setattr("cs336_systems.attention.implementations._TRITON_IS_INSTALLED", True)
     monkeypatch.setattr("cs336_systems.attention.implementations._TRITON_IS_INTERPRETED", False)
-    assert [model_attention.why_not(name, "cpu") is None for name in MODEL_ATTENTION_NAMES] == [True, True, True, False]
-    assert all(model_attention.why_not(name, "cuda") is None for name in MODEL_ATTENTION_NAMES)
+    run_on_a_cpu = [name for name in MODEL_ATTENTION_NAMES if model_attention.why_not(name, "cpu") is None]
+    assert run_on_a_cpu == ["naive", "sdpa", "flash-pytorch"]
+    for is_hopper, n_run in ((True, 5), (False, 4)):
+        monkeypatch.setattr(
+            "cs336_systems.attention.implementations._is_hopper", lambda device, answer=is_hopper: answer
+        )
+        assert sum(model_attention.why_not(name, "cuda") is None for name in MODEL_ATTENTION_NAMES) == n_run
+    assert "9.0" in model_attention.why_not("flash-hopper", "cuda")
     assert "GPU" in model_attention.why_not("flash-triton", "cpu")

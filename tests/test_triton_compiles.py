@@ -35,6 +35,7 @@ class Case(NamedTuple):
     dropout_p: float = 0.0
     group: int = 1
     length: int = 1024
+    is_hopper: bool = False  # Hopper's own kernel
 
 
 def compile_case(case: Case) -> dict:
@@ -44,9 +45,10 @@ def compile_case(case: Case) -> dict:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
-    from cs336_systems.attention import triton_launch, triton_plan, triton_tuning
+    from cs336_systems.attention import hopper_plan, triton_launch, triton_plan, triton_tuning
 
     def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -62,12 +64,16 @@ def compile_case(case: Case) -> dict:
         strides = [x.stride() for x in tensors[:4]]
         config = triton_tuning.choose("forward", problem, case.use_tma)
         plan = triton_plan.plan_forward(problem, strides, True, config, 2 if case.name == "combine" else 1)
+        if case.is_hopper:
+            plan = hopper_plan.with_hopper_forward(plan, problem, strides)
     else:
         tensors = (q, q, k, k, q, lse, q, k, k)
         strides = [x.stride() for x in tensors if x is not lse]
         name = "dkdv" if case.name in ("preprocess", "measure", "split") else case.name
         passes = ((name, triton_tuning.choose(name, problem, case.use_tma)),)
         plan = triton_plan.plan_backward(problem, strides, True, passes=passes)
+        if case.is_hopper:
+            plan = hopper_plan.with_hopper_dq(plan, problem, strides, needs_dq=True)
 
     launches = []
     kernels = [step.kernel for step in plan.steps]
@@ -86,7 +92,8 @@ def compile_case(case: Case) -> dict:
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, parsed)
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        source = ASTSource(kernel, signature, constants, attributes)
+        make_source = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = make_source(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=target, options=parsed.__dict__)
     return {
         "shared_bytes": compiled.metadata.shared,
@@ -160,6 +167,8 @@ SLICE = [
     Case(89, "float16", 64, "dkdv", group=2),
     Case(90, "bfloat16", 128, "dkdv", use_tma=True),
     Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
+    Case(90, "bfloat16", 128, "forward", use_tma=True, is_hopper=True),
+    Case(90, "bfloat16", 128, "dq", use_tma=True, group=2, is_hopper=True),
     Case(90, "float32", 64, "forward", use_tma=True),
     Case(90, "float32", 128, "dv", use_tma=True),
     Case(89, "float32", 128, "dq"),
@@ -184,6 +193,8 @@ def every_case() -> list[Case]:
         cases.extend(Case(arch, dtype, head_dim, name, use_tma) for use_tma in (False, True)[: 1 + has_tma])
         if (arch, dtype, head_dim, name) == (90, "float32", 128, "dkdv"):
             cases.extend(Case(arch, dtype, head_dim, apart, use_tma=True) for apart in ("dv", "dk"))
+        if arch == 90 and head_dim == 128 and dtype != "float32" and name in ("forward", "dq"):
+            cases += [Case(arch, dtype, head_dim, name, True, is_causal, is_hopper=True) for is_causal in (False, True)]
         if dtype == "float32" and arch > 75 and name in ("forward", "fused"):
             cases.append(Case(arch, dtype, head_dim, name, length=128))
         if name == "fused" and (dtype != "float32" or arch == 75):  # too long to compute D where it is used

@@ -15,7 +15,7 @@ from cs336_systems.accounting.flops import (
     require_positive,
 )
 
-Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton"]
+Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton", "flash-hopper"]
 
 FLOAT32_BYTES = 4
 
@@ -58,9 +58,10 @@ def attention_saved_tensors(
             "attention exponentials' sums": rows * FLOAT32_BYTES,
             "causal mask": context_length**2,  # a byte each; every block makes its own
         }
-    if attention in ("sdpa", "flash-pytorch", "flash-triton"):
+    fused = ("sdpa", "flash-pytorch", "flash-triton", "flash-hopper")
+    if attention in fused:
         return saved | {"attention output by head": operand, "attention logsumexp": rows * FLOAT32_BYTES}
-    raise ValueError(f"attention={attention!r}: must be 'naive', 'sdpa', 'flash-pytorch' or 'flash-triton'")
+    raise ValueError(f"attention={attention!r}: must be one of naive, {', '.join(fused)}")
 
 
 def block_saved_tensors(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cs336_systems.attention.reference import attention_reference
 
 # What the model's attention can be: the values of `--attention`, see model_attention.py.
-MODEL_ATTENTION_NAMES = ("naive", "sdpa", "flash-pytorch", "flash-triton")
+MODEL_ATTENTION_NAMES = ("naive", "sdpa", "flash-pytorch", "flash-triton", "flash-hopper")
 
 __all__ = ["MODEL_ATTENTION_NAMES", "attention_reference", "flash_attention", "set_attention", "use_attention"]
 

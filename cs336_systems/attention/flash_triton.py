@@ -35,13 +35,14 @@ def flash_forward(
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
+    is_hopper: bool = False,
 ) -> tuple[Float[Tensor, "batch *heads n_queries head_dim"], Float[Tensor, "batch *heads n_queries"]]:
     """softmax(q kᵀ·scale) v and the natural-log logsumexp of the scores, by FlashAttention-2's algorithm 1.
 
     q, k, v: one of float32, float16, bfloat16, any strides, head_dim 1 to 256; heads a multiple of kv_heads. float32
     products honour `torch.backends.cuda.matmul.fp32_precision`. With is_causal query i attends to keys 0 … i. With
     dropout_p, probabilities are dropped by a counter-based generator: seed and offset name the mask, which covers
-    batch·heads·n_queries·n_keys counts from offset on.
+    batch·heads·n_queries·n_keys counts from offset on. is_hopper: see `flash_hopper.py`.
 
     Returns o in q's dtype and lse in float32. A query with no key gets o = 0 and lse = -inf. Raises RuntimeError
     where the kernels cannot run (no Triton, no CUDA device) and ValueError for another dtype or head_dim.
@@ -53,7 +54,7 @@ def flash_forward(
         return o.zero_(), lse.fill_(float("-inf"))
     if scale < 0.0:  # the kernels take the maximum of q·k before scaling it
         q, scale = -q, -scale
-    launchers.launch_flash_forward(q, k, v, o, lse, is_causal, scale, dropout_p, seed, offset)
+    launchers.launch_flash_forward(q, k, v, o, lse, is_causal, scale, dropout_p, seed, offset, is_hopper)
     return o, lse
 
 
@@ -70,6 +71,7 @@ def flash_backward(
     seed: int = 0,
     offset: int = 0,
     needs: tuple[bool, bool, bool] = (True, True, True),
+    is_hopper: bool = False,
 ) -> tuple[
     Float[Tensor, "batch *heads n_queries head_dim"] | None,
     Float[Tensor, "batch *kv_heads n_keys head_dim"] | None,
@@ -94,7 +96,7 @@ def flash_backward(
         is_negative = scale < 0.0
         launchers.launch_flash_backward(
             do, -q if is_negative else q, k, v, o, lse.contiguous(), dq, dk, dv, is_causal, abs(scale), dropout_p, seed,
-            offset, needs_dq, needs_dkdv,
+            offset, needs_dq, needs_dkdv, is_hopper,
         )  # fmt: skip
         if is_negative and needs_dq:
             dq.neg_()

@@ -37,6 +37,18 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _why_not_hopper(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or not _is_hopper(device):
+        where = f"the tensors are on {device.type}" if device.type != "cuda" else "this GPU has another"
+        return f"its kernels are for GPUs of compute capability 9.0 (H100, H200), and {where}"
+    return _why_not_triton(device, dtype)
+
+
 def _reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, dropout_p: float) -> Tensor:
     return attention_reference(q, k, v, is_causal, scale, dropout_p=dropout_p)[0]
 
@@ -70,6 +82,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(
         "cs336_systems.attention.flash_triton", "flash_forward", "flash_backward", why_not=_why_not_triton
     ),
+    "hopper": Implementation(
+        "cs336_systems.attention.flash_hopper", "hopper_forward", "hopper_backward", why_not=_why_not_hopper
+    ),
     "pytorch": Implementation(
         "cs336_systems.attention.flash_pytorch", "flash_forward_pytorch", "flash_backward_pytorch"
     ),
@@ -87,5 +102,7 @@ def kernels(name: str) -> tuple[Callable, Callable]:
 
 
 def choose(q: Tensor) -> str:
-    """What "auto" stands for: Triton on a GPU where it can run, else tiled PyTorch."""
-    return "triton" if q.is_cuda and _why_not_triton(q.device, q.dtype) is None else "pytorch"
+    """What "auto" stands for: on a GPU where Triton can run "hopper" or "triton", else tiled PyTorch."""
+    if not q.is_cuda or _why_not_triton(q.device, q.dtype) is not None:
+        return "pytorch"
+    return "hopper" if _is_hopper(q.device) else "triton"

@@ -65,8 +65,18 @@ def flash_triton_attention(
     return _causal_attention(Q, K, V, "triton")
 
 
+def flash_hopper_attention(
+    Q: Float[Tensor, "*batch queries d_k"],
+    K: Float[Tensor, "*batch keys d_k"],
+    V: Float[Tensor, "*batch keys d_k"],
+    mask: Bool[Tensor, "... queries keys"] | None = None,
+) -> Float[Tensor, "*batch queries d_k"]:
+    """Causal attention with Hopper's own kernels, in place of the model's function; `mask` as in `sdpa_attention`."""
+    return _causal_attention(Q, K, V, "hopper")
+
+
 # The model passes no mask to functions that say that they are causal by themselves.
-for _function in (sdpa_attention, flash_pytorch_attention, flash_triton_attention):
+for _function in (sdpa_attention, flash_pytorch_attention, flash_triton_attention, flash_hopper_attention):
     vars(_function)["is_causal"] = True
 
 _ATTENTIONS: dict[str, tuple[Callable, str]] = {  # name: function, and the implementation that it needs
@@ -74,6 +84,7 @@ _ATTENTIONS: dict[str, tuple[Callable, str]] = {  # name: function, and the impl
     "sdpa": (sdpa_attention, "sdpa"),
     "flash-pytorch": (flash_pytorch_attention, "pytorch"),
     "flash-triton": (flash_triton_attention, "triton"),
+    "flash-hopper": (flash_hopper_attention, "hopper"),
 }
 
 

@@ -8,6 +8,7 @@ on (`triton_direct.py`); what is checked only once is checked where the plan is 
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -127,15 +128,21 @@ def _run_by_triton(step: Step, tensors: tuple[Tensor, ...], seed: int, offset: i
     """Launch a step as Triton does, compiling its kernel if need be; what launches it without Triton next time."""
     operands = [tensors[x] if isinstance(x, int) else _descriptor(tensors, x) for x in step.operands]
     seeds = (seed, offset) if step.takes_seed else ()
-    compiled = step.kernel[(step.n_programs,)](
-        *operands, *step.numbers, *seeds, *step.constants,
-        num_warps=step.config.num_warps, num_stages=step.config.num_stages,
-    )  # fmt: skip
+    options = {"num_warps": step.config.num_warps, "num_stages": step.config.num_stages}
+    if step.config.max_registers is not None:
+        options["maxnreg"] = step.config.max_registers
+    compiled = step.kernel[(step.n_programs,)](*operands, *step.numbers, *seeds, *step.constants, **options)
     return direct_launch(step, compiled)
 
 
-def _descriptor(tensors: tuple[Tensor, ...], x: Tile) -> TensorDescriptor:
-    return TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile)
+def _descriptor(tensors: tuple[Tensor, ...], x: Tile) -> Any:
+    if not x.for_gluon:
+        return TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile)
+    from triton.experimental.gluon.language import NVMMASharedLayout, float16
+    from triton.experimental.gluon.nvidia import hopper
+
+    layout = NVMMASharedLayout.get_default_for(x.tile, float16)  # or bfloat16: only the size counts
+    return hopper.TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile, layout)
 
 
 def _are_aligned(pointers: list[int]) -> bool:
@@ -154,11 +161,12 @@ def _add_plan(key: tuple, make: Callable[[], LaunchPlan]) -> LaunchPlan:
 
 def launch_flash_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, is_causal: bool, scale: float,
-    dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
+    dropout_p: float = 0.0, seed: int = 0, offset: int = 0, is_hopper: bool = False,
 ) -> None:  # fmt: skip
     """Fill o and lse. q (batch, [heads,] n_queries, head_dim), k, v (batch, [kv_heads,] n_keys, head_dim), of one
-    dtype; o like q; lse (batch, [heads,] n_queries) float32, contiguous; scale not negative; nothing empty. Raises
-    RuntimeError where the kernels cannot run, ValueError for another dtype or head_dim."""
+    dtype; o like q; lse (batch, [heads,] n_queries) float32, contiguous; scale not negative; nothing empty. With
+    is_hopper by Hopper's own kernels where they can run. Raises RuntimeError where the kernels cannot run, ValueError
+    for another dtype or head_dim."""
     tensors = (q, k, v, o, lse)
     pointers = [q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr()]
     is_aligned = _are_aligned(pointers)
@@ -166,7 +174,7 @@ def launch_flash_forward(
     precision = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
     key = (
         q.shape, k.shape, q.stride(), k.stride(), v.stride(), o.stride(), dtype, q.device, is_aligned, is_causal, scale,
-        dropout_p, precision,
+        dropout_p, precision, is_hopper,
     )  # fmt: skip
 
     def make() -> LaunchPlan:
@@ -180,6 +188,10 @@ def launch_flash_forward(
                 return plan_forward(problem, strides, is_aligned, passes[0][1])
 
             plan = replan(tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), tensors, seed, offset)))
+        if is_hopper:
+            from cs336_systems.attention.hopper_plan import with_hopper_forward
+
+            plan = with_hopper_forward(plan, problem, strides)
         return plan
 
     run(_plans.get(key) or _add_plan(key, make), tensors, seed, offset, pointers)
@@ -188,7 +200,7 @@ def launch_flash_forward(
 def launch_flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     is_causal: bool, scale: float, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
-    needs_dq: bool = True, needs_dkdv: bool = True,
+    needs_dq: bool = True, needs_dkdv: bool = True, is_hopper: bool = False,
 ) -> None:  # fmt: skip
     """Fill dq if it is needed, dk and dv if either is. Shapes, dtypes and errors as in the forward pass: do, dq like q;
     dk like k; dv like v."""
@@ -200,7 +212,7 @@ def launch_flash_backward(
     precision = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision
     key = (
         q.shape, k.shape, strides, dtype, q.device, is_aligned, is_causal, scale, dropout_p, precision, needs_dq,
-        needs_dkdv,
+        needs_dkdv, is_hopper,
     )  # fmt: skip
 
     def make() -> LaunchPlan:
@@ -216,6 +228,10 @@ def launch_flash_backward(
 
             passes = tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), measured, seed, offset))
             plan = replan(passes)._replace(copies_do=plan.copies_do)
+        if is_hopper:
+            from cs336_systems.attention.hopper_plan import with_hopper_dq
+
+            plan = with_hopper_dq(plan, problem, strides, needs_dq)
         return plan
 
     plan = _plans.get(key) or _add_plan(key, make)

@@ -27,7 +27,7 @@ from cs336_systems.attention.triton_tuning import (
 
 # Rows of the backward pass's per-row buffer are padded to a multiple of this, the largest tile of queries.
 ROW_PADDING = 128
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 # The kernels around the main ones are bound by memory; small tiles spread short sequences over the card.
 _MEMORY_BOUND = KernelConfig(block_own=16, block_step=16, num_warps=4, num_stages=1)
 
@@ -42,6 +42,7 @@ class Tile(NamedTuple):
     shape: list[int]
     strides: list[int]
     tile: list[int]
+    for_gluon: bool = False  # whose descriptors name the layout in shared memory as well
 
 
 class Step(NamedTuple):
@@ -97,13 +98,13 @@ def with_heads(strides: Strides) -> Strides:
     return strides if len(strides) == 4 else (strides[0], *strides)
 
 
-def _is_tma_ready(strides: Strides, itemsize: int) -> bool:
+def is_tma_ready(strides: Strides, itemsize: int) -> bool:
     """Whether a tensor descriptor can describe a tensor: unit last stride, the others multiples of 16 bytes."""
     *outer, last = strides
     return last == 1 and all(stride > 0 and stride * itemsize % 16 == 0 for stride in outer)
 
 
-def _contiguous(shape: Shape) -> Strides:
+def contiguous_strides(shape: Shape) -> Strides:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
@@ -141,7 +142,7 @@ def _plan_split(problem: Problem, tensors: tuple[int, ...], strides: tuple[Strid
         ((2, 4, p.batch * p.heads, MAX_BLOCKS), torch.float32),
         ((3, 4, n_scales), torch.float32),
     )
-    split_strides = tuple(_contiguous(shape) for shape in shapes)
+    split_strides = tuple(contiguous_strides(shape) for shape in shapes)
     block_rows = max(16, 4096 // p.block_d)
     n_tiles = -(-max(p.n_queries, p.n_keys) // block_rows)
     tiles_per_block = -(-n_tiles // MAX_BLOCKS)
@@ -193,7 +194,7 @@ def plan_forward(
         scratch, steps, operands, scales = split.scratch, split.steps, split.operands, split.scales
         q, k, v = split.strides
     if config is None:
-        can_use_tma = p.parts == 2 or (is_aligned and all(_is_tma_ready(x, p.dtype.itemsize) for x in (k, v)))
+        can_use_tma = p.parts == 2 or (is_aligned and all(is_tma_ready(x, p.dtype.itemsize) for x in (k, v)))
         config = choose("forward", p, can_use_tma and wants_tma(p, is_backward=False))
     n_blocks = -(-p.n_queries // config.block_own) * p.batch * p.heads
     chunk_keys = chunk_size(p, config, n_blocks, n_chunks)
@@ -201,12 +202,12 @@ def plan_forward(
     o_chunks_shape = (n_chunks * p.batch, p.heads, p.n_queries, p.head_dim)
     o_chunks, outputs = o, (3, 4)
     if n_chunks > 1:
-        o_chunks, outputs = _contiguous(o_chunks_shape), (5 + len(scratch), 6 + len(scratch))
+        o_chunks, outputs = contiguous_strides(o_chunks_shape), (5 + len(scratch), 6 + len(scratch))
         scratch = (*scratch, (o_chunks_shape, torch.float32), (o_chunks_shape[:-1], torch.float32))
     stepped = (_stepped(p, config, operands[1], k, False), _stepped(p, config, operands[2], v, False))
     forward = Step(
         flash_forward_kernel, n_blocks * n_chunks, config, (operands[0], *stepped, *outputs, scales),
-        (q, k, v, o_chunks, p.batch, p.heads, p.n_queries, p.n_keys, chunk_keys, p.scale * _LOG2_E, p.dropout_p,
+        (q, k, v, o_chunks, p.batch, p.heads, p.n_queries, p.n_keys, chunk_keys, p.scale * LOG2_E, p.dropout_p,
          p.dropout_scale), True, _constants(p, config),
     )  # fmt: skip
     steps = (*steps, forward)
@@ -243,13 +244,13 @@ def plan_backward(
         q, k, v, do = split.strides
     elif passes is None:
         itemsize = p.dtype.itemsize
-        use_tma = use_tma and is_aligned and all(_is_tma_ready(x, itemsize) for x in (q, k, v))
-        contiguous = _contiguous((p.batch, p.heads, p.n_queries, p.head_dim))
-        if use_tma and not _is_tma_ready(do, itemsize) and _is_tma_ready(contiguous, itemsize):
+        use_tma = use_tma and is_aligned and all(is_tma_ready(x, itemsize) for x in (q, k, v))
+        contiguous = contiguous_strides((p.batch, p.heads, p.n_queries, p.head_dim))
+        if use_tma and not is_tma_ready(do, itemsize) and is_tma_ready(contiguous, itemsize):
             # o.sum().backward() hands over an expanded do: one copy of it buys descriptors for every tile.
             do = do_of_preprocess = contiguous
             copies_do = True
-        use_tma = use_tma and _is_tma_ready(do, itemsize)
+        use_tma = use_tma and is_tma_ready(do, itemsize)
     if passes is None:
         passes = choose_backward(p, use_tma)
     inline_d = wants_inline_d(p, passes)
@@ -281,7 +282,7 @@ def plan_backward(
         step = Step(
             flash_backward_kernel, (run_dk or run_dv) * key_programs + run_dq * query_programs, config,
             (*operands, 4, *stepped, rows, all_rows, 6, 7, 8, scales),
-            (q, k, v, do, o, dq, dk, dv, p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * _LOG2_E,
+            (q, k, v, do, o, dq, dk, dv, p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E,
              p.dropout_p, p.dropout_scale), True,
             (*_constants(p, config), run_dk, run_dv, run_dq, inline_d),
         )  # fmt: skip

@@ -21,6 +21,7 @@ class KernelConfig(NamedTuple):
     num_warps: int
     num_stages: int
     use_tma: bool = False  # fetch the stepped-through tiles by tensor descriptor (sm_90)
+    max_registers: int | None = None  # a thread, where warps specialise
 
 
 # What the backward pass launches after a preprocess, if any: ("dkdv", …) or ("dv", …) and ("dk", …), then ("dq", …); or

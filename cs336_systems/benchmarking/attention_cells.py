@@ -18,9 +18,19 @@ if TYPE_CHECKING:
 
 # Every implementation (see attention_peers.PEERS), and those that are something without torch.compile.
 PeerName = Literal[
-    "flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "naive", "naive-compiled", "flash-pytorch"
+    "flash-triton",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+    "flex",
+    "naive",
+    "naive-compiled",
+    "flash-pytorch",
+    "flash-hopper",
 ]
-EagerPeerName = Literal["flash-triton", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "naive", "flash-pytorch"]
+EagerPeerName = Literal[
+    "flash-triton", "flash-hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "naive", "flash-pytorch"
+]
 
 MAX_HEAD_DIM = 256
 

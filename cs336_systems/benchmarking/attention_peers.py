@@ -65,6 +65,10 @@ def flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     return flash_attention(q, k, v, is_causal, implementation="triton")
 
 
+def flash_hopper(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    return flash_attention(q, k, v, is_causal, implementation="hopper")
+
+
 @dataclass(frozen=True)
 class Peer:
     """How a peer is made: `build(compiler)` returns its function, with the parts that need compiling compiled.
@@ -88,6 +92,7 @@ PEERS: dict[PeerName, Peer] = {
     "flex": Peer(lambda compiler: functools.partial(flex, compiler(flex_attention)), needs_cuda=True, is_compiled=True),
     "flash-pytorch": Peer(lambda compiler: flash_pytorch),
     "flash-triton": Peer(lambda compiler: flash_triton),
+    "flash-hopper": Peer(lambda compiler: flash_hopper),
 }
 
 

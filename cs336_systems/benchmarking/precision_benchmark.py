@@ -31,8 +31,8 @@ class PrecisionRow(BenchmarkRow):
     cache alone still holds when forward has ended, and lets go with the region. `activations_gib`: all else that is
     kept for backward, each storage once, as autograd saves it. `requested_gib`: by how much what is asked of the GPU's
     allocator has grown over forward and loss, which should be copies and activations; `allocated_gib`: what it hands
-    out for that, which is more, as it leaves up to 1 MiB of a cached block unsplit. `*_predicted_gib` are the formulas of
-    cs336_systems.accounting for the same.
+    out for that, which is more, as it leaves up to 1 MiB of a cached block unsplit. `*_predicted_gib` are the formulas
+    of cs336_systems.accounting for the same.
     """
 
     samples_per_s: float | None = None

@@ -1,0 +1,179 @@
+"""Hopper's own attention kernels: which problems they take, and (on such a card) that they are right."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
+
+from cs336_systems.attention import flash_attention, triton_launch, triton_plan
+from cs336_systems.attention.flash_hopper import hopper_backward, hopper_forward
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.hopper_dq import hopper_dq_kernel
+from cs336_systems.attention.hopper_forward import hopper_forward_kernel
+from cs336_systems.attention.hopper_plan import with_hopper_dq, with_hopper_forward
+from cs336_systems.attention.triton_tuning import Gpu
+from tests.gpu_attention import assert_no_worse_than_sdpa, draw, exact, output_and_gradients
+
+H100 = Gpu("H100", 90, 132, 232448)
+A100 = Gpu("A100", 80, 108, 166912)
+
+
+def _kernels(gpu=H100, head_dim=128, length=8192, heads=8, dtype=torch.bfloat16, dropout_p=0.0, stride=None):
+    """The last kernel of each plan, for tensors without memory."""
+    q = torch.empty(1, heads, length, stride or head_dim, dtype=dtype, device="meta")[..., :head_dim]
+    problem = triton_launch.make_problem(q, q, True, 0.1, dropout_p, gpu)
+    strides = [q.stride()] * 8
+    forward = with_hopper_forward(triton_plan.plan_forward(problem, strides[:4], True), problem, strides[:4])
+    backward = with_hopper_dq(triton_plan.plan_backward(problem, strides, True), problem, strides, needs_dq=True)
+    return [plan.steps[-1].kernel for plan in (forward, backward)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"head_dim": 80}, {"dtype": torch.float16}, {"head_dim": 100, "stride": 104}])
+def test_large_problems_of_wide_heads_are_taken(settings):
+    assert _kernels(**settings) == [hopper_forward_kernel, hopper_dq_kernel]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gpu": A100}, {"head_dim": 64}, {"head_dim": 256}, {"length": 256}, {"dtype": torch.float32},
+        {"dropout_p": 0.1}, {"head_dim": 100, "stride": 101},
+    ],
+)  # fmt: skip
+def test_others_keep_the_portable_kernels(settings):
+    assert not {hopper_forward_kernel, hopper_dq_kernel} & set(_kernels(**settings))
+
+
+def test_a_gradient_that_is_not_needed_is_not_computed():
+    q = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
+    problem = triton_launch.make_problem(q, q, True, 0.1, 0.0, H100)
+    strides = [q.stride()] * 8
+    plan = triton_plan.plan_backward(problem, strides, True, needs_dq=False)
+    assert with_hopper_dq(plan, problem, strides, needs_dq=False) is plan
+
+
+def test_without_such_a_card_the_error_says_what_is_missing():
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        pytest.skip("this is such a card")
+    q = torch.zeros(1, 1, 4, 128)
+    with pytest.raises(RuntimeError, match=r"compute capability 9\.0.*on cpu"):
+        flash_attention(q, q, q, implementation="hopper")
+
+
+# ---- On a card -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Hopper's kernels for short problems too, whose tiles are ragged in every way."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
+    monkeypatch.setattr(triton_plan, "choose_backward", _two_passes)
+    triton_launch._plans.clear()
+    yield
+    triton_launch._plans.clear()
+
+
+def _two_passes(problem, use_tma):
+    return tuple((name, triton_plan.choose(name, problem, use_tma)) for name in ("dkdv", "dq"))
+
+
+def _ran(kernel) -> bool:
+    return any(step.kernel is kernel for plan in triton_launch._plans.values() for step in plan.steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [128, 80])
+@settings(
+    max_examples=60, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3]),
+    n_queries=st.integers(1, 700),
+    n_keys=st.integers(1, 700),
+    is_causal=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_error_is_at_most_one_and_a_half_times_sdpas(
+    on_hopper, dtype, head_dim, batch, kv_heads, group, n_queries, n_keys, is_causal, seed
+):
+    inputs = draw(batch, kv_heads * group, kv_heads, n_queries, n_keys, head_dim, dtype, seed)
+    assert_no_worse_than_sdpa("hopper", *inputs, is_causal)
+    assert _ran(hopper_forward_kernel)
+    assert _ran(hopper_dq_kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_long_sequences(on_hopper, is_causal):
+    inputs = draw(1, 4, 2, 4200, 4130, 128, torch.bfloat16)
+    actual = output_and_gradients(lambda *x: flash_attention(*x, is_causal, implementation="hopper"), *inputs)
+    for x, reference in zip(actual, exact(*inputs, is_causal), strict=True):
+        assert (x.double() - reference).norm() <= 1e-2 * reference.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.1, -0.3, 0.0, 300.0])
+def test_scales_and_the_logsumexp(on_hopper, scale):
+    q, k, v, do = draw(2, 4, 2, 333, 290, 128, torch.bfloat16)
+    o, lse = hopper_forward(q, k, v, True, scale)
+    expected, expected_lse = flash_forward(q, k, v, True, scale)
+    assert torch.allclose(lse, expected_lse, rtol=1e-5, atol=1e-4)
+    assert (o - expected).float().norm() <= 4e-3 * expected.float().norm()
+    for x, y in zip(
+        hopper_backward(do, q, k, v, o, lse, True, scale), flash_backward(do, q, k, v, o, lse, True, scale), strict=True
+    ):
+        assert torch.isfinite(x).all()
+        assert (x - y).float().norm() <= 1e-2 * y.float().norm()
+
+
+@pytest.mark.gpu
+def test_poisoned_outputs_are_written_and_two_runs_are_equal(on_hopper, monkeypatch):
+    q, k, v, do = draw(1, 4, 2, 1000, 900, 128, torch.float16)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(math.nan))
+    runs = [
+        output_and_gradients(lambda *x: flash_attention(*x, True, implementation="hopper"), q, k, v, do)
+        for _ in range(3)
+    ]
+    for x, *others in zip(*runs, strict=True):
+        assert torch.isfinite(x).all()
+        assert all(torch.equal(x, y) for y in others)
+
+
+@pytest.mark.gpu
+def test_layouts_that_callers_have(on_hopper):
+    """Heads transposed from (batch, length, heads, head_dim), an expanded dO, and three dimensions."""
+    q, k, v = (torch.randn(2, 300, 4, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+    do = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(q.shape)
+
+    def attention(*x):
+        return flash_attention(*x, True, implementation="hopper")
+
+    for inputs in ((q, k, v, do), tuple(x[:, 1] for x in (q, k, v, do))):
+        expected = exact(*(x if x.ndim == 4 else x.unsqueeze(1) for x in inputs), True)
+        for x, reference in zip(output_and_gradients(attention, *inputs), expected, strict=True):
+            assert (x.double() - reference.view(x.shape)).norm() <= 1e-2 * reference.norm()
+
+
+@pytest.mark.gpu
+def test_compiled_without_a_graph_break(on_hopper, annotations_unchecked):
+    q, k, v, do = draw(1, 4, 4, 512, 512, 128, torch.bfloat16)
+
+    def attention(*x):
+        return flash_attention(*x, True)  # "auto" is "hopper" here
+
+    compiled = torch.compile(attention, fullgraph=True)
+    for x, y in zip(
+        output_and_gradients(compiled, q, k, v, do), output_and_gradients(attention, q, k, v, do), strict=True
+    ):
+        assert torch.equal(x, y)
