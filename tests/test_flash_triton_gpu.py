@@ -3,6 +3,7 @@ graphs, memory, and how often they compile."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 

@@ -167,8 +167,8 @@ SLICE = [
     Case(89, "float16", 64, "dkdv", group=2),
     Case(90, "bfloat16", 128, "dkdv", use_tma=True),
     Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
-    Case(90, "bfloat16", 128, "forward", use_tma=True, is_hopper=True),
-    Case(90, "bfloat16", 128, "dq", use_tma=True, group=2, is_hopper=True),
+    Case(90, "bfloat16", 128, "forward", use_tma=True, is_hopper=True, length=16384),
+    Case(90, "bfloat16", 128, "dq", use_tma=True, group=2, is_hopper=True, length=16384),
     Case(90, "float32", 64, "forward", use_tma=True),
     Case(90, "float32", 128, "dv", use_tma=True),
     Case(89, "float32", 128, "dq"),
@@ -194,7 +194,10 @@ def every_case() -> list[Case]:
         if (arch, dtype, head_dim, name) == (90, "float32", 128, "dkdv"):
             cases.extend(Case(arch, dtype, head_dim, apart, use_tma=True) for apart in ("dv", "dk"))
         if arch == 90 and head_dim == 128 and dtype != "float32" and name in ("forward", "dq"):
-            cases += [Case(arch, dtype, head_dim, name, True, is_causal, is_hopper=True) for is_causal in (False, True)]
+            cases += [
+                Case(arch, dtype, head_dim, name, True, is_causal, length=16384, is_hopper=True)
+                for is_causal in (False, True)
+            ]
         if dtype == "float32" and arch > 75 and name in ("forward", "fused"):
             cases.append(Case(arch, dtype, head_dim, name, length=128))
         if name == "fused" and (dtype != "float32" or arch == 75):  # too long to compute D where it is used

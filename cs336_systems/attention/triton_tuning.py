@@ -149,14 +149,19 @@ _TURING_16_BIT = _rows({name: _TURING_ROWS for name in ("forward", "dkdv", "dq",
 # More than two warps would exchange float32 operands of 256 columns through more shared memory than the card has.
 _TURING_32_BIT = _TURING_16_BIT | {(name, 256): KernelConfig(16, 16, 2, 1) for name in ("dkdv", "fused")}
 _INTERPRETER = KernelConfig(32, 32, 4, 1)
-_INLINE_D_QUERIES = 1024
+_INLINE_D_QUERIES = 256
 
 
 def wants_tma(problem: Problem, *, is_backward: bool) -> bool:
-    """Whether tensor descriptors pay: they save address arithmetic, and cost a few µs of host time each (two in the
-    forward pass, five in the backward)."""
+    """Whether tensor descriptors pay: they save address arithmetic, and cost the host some µs each where memory has
+    moved since the last call (two in the forward pass, five in the backward). In bfloat16 with one head of 128 they
+    make backward take 20 µs instead of 31 at length 512, 28 instead of 54 at 1,024 (with D computed apart)."""
     n_scores = problem.batch * problem.heads * problem.n_queries * problem.n_keys
-    return problem.gpu.arch == 90 and n_scores >= (1 << 24 if is_backward else 1 << 26)
+    if problem.dtype.itemsize == 2:
+        enough = 1 << 18 if is_backward else 1 << 20
+    else:
+        enough = 1 << 24 if is_backward else 1 << 26
+    return problem.gpu.arch == 90 and n_scores >= enough
 
 
 def choose(name: Pass, problem: Problem, use_tma: bool) -> KernelConfig:
