@@ -129,8 +129,12 @@ def leaderboard(results: Path) -> str:
 
 
 def flash_anchors(results: Path) -> str:
-    """Each implementation by shape, length and pass."""
-    runs, rows, _ = read_results(results / "flash_anchors" / "flash_benchmark.json", FlashRow)
+    """Each implementation by shape, length and pass: bfloat16, then float32."""
+    return "\n\n".join(_shapes(results / name) for name in ("flash_anchors", "flash_anchors_fp32"))
+
+
+def _shapes(directory: Path) -> str:
+    runs, rows, _ = read_results(directory / "flash_benchmark.json", FlashRow)
     names = list(dict.fromkeys(row.implementation for row in rows))
     body = []
     for shape in dict.fromkeys((row.heads, row.head_dim, row.length, row.phase) for row in rows):
@@ -141,7 +145,8 @@ def flash_anchors(results: Path) -> str:
             if (row.heads, row.head_dim, row.length, row.phase) == shape and row.tflops is not None
         }
         body.append([f"{heads} × {head_dim}, {length:,}, {phase}", *(cells.get(name) for name in names)])
-    return f"{_table(['heads × head_dim, length, pass', *names], body)}\n\n*{runs[0].summary()}*"
+    heading = f"{rows[0].precision}: heads × head_dim, length, pass"
+    return f"{_table([heading, *names], body)}\n\n*{runs[0].summary()}*"
 
 
 def flash_by_length(results: Path) -> str:
@@ -178,9 +183,12 @@ def all_reduce(results: Path) -> str:
 
 def data_parallel(results: Path) -> str:
     """Each implementation's step, by how much it is longer than the one without communication, and its memory."""
-    runs, rows, _ = read_results(results / "ddp" / "fp32" / "ddp.json", DataParallelRow)
-    low_runs, low, _ = read_results(results / "ddp" / "bf16" / "ddp.json", DataParallelRow)
-    bf16 = {scheme_label(row): row.step_median_ms for row in low}
+    parts = [_schemes(results / "ddp" / name / "ddp.json") for name in ("in_place", "fp32", "bf16")]
+    return "\n\n".join(parts)
+
+
+def _schemes(path: Path) -> str:
+    runs, rows, _ = read_results(path, DataParallelRow)
     order = list(dict.fromkeys(row.implementation for row in rows))
     alone = next(row.step_median_ms for row in rows if row.implementation == "none" and row.step_median_ms)
     body = [
@@ -192,13 +200,11 @@ def data_parallel(results: Path) -> str:
             row.communication_ms,
             None if row.covered_share is None else f"{row.covered_share:.0%}",
             row.peak_memory_gib,
-            bf16.get(scheme_label(row)),
         ]
         for row in sorted(rows, key=lambda row: (order.index(row.implementation), row.bucket_size_mb or 0))
     ]
-    headings = ["implementation", "fp32 step ms", "longer by", "predicted ms", "communication alone ms"]
-    headings += ["hidden by backward", "peak GiB", "bf16 step ms"]
-    return "\n\n".join([_table(headings, body), *(f"*{run.summary()}*" for run in (runs[0], low_runs[0]))])
+    headings = ["implementation", f"{rows[0].precision} step ms", "longer by", "predicted ms", "communication alone ms"]
+    return f"{_table([*headings, 'hidden by backward', 'peak GiB'], body)}\n\n*{runs[0].summary()}*"
 
 
 def _sharding_files(results: Path, kind: str) -> list[Path]:
