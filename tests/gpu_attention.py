@@ -48,8 +48,8 @@ def assert_no_worse_than_sdpa(implementation, q, k, v, do, is_causal) -> None:
         ),
         q, k, v, do,
     )  # fmt: skip
-    # Where gradients cancel to nothing (one key, say), what is left is the rounding of their terms: dP and D are sums of
-    # head_dim products, and round off like its square root. In dV it is that of P, whose exponent is such a sum too.
+    # Where gradients cancel to nothing (one key, say), what is left is the rounding of their terms: dP and D are sums
+    # of head_dim products, and round off like its square root. In dV it is P's, whose exponent is such a sum too.
     terms = do.norm() * v.norm(dim=-1).max() * head_dim**-0.5
     terms = {"o": 0.0, "dv": do.norm(), "dq": terms * k.norm(dim=-1).max(), "dk": terms * q.norm(dim=-1).max()}
     for name, x, sdpa, reference in zip(("o", "dq", "dk", "dv"), ours, sdpas, expected, strict=True):
