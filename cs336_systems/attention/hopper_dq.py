@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS
+from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS, owned_queries
 from cs336_systems.attention.hopper_ring import fetch, make_ring, release, tile_of, wait_for
 
 
@@ -125,23 +125,12 @@ def hopper_dq_kernel(
     IS_CAUSAL: gl.constexpr,
     DEPTH: gl.constexpr,  # of the rings of K and V
 ):
-    """One program computes 128 rows of dQ of one (batch, head), in the order of `flash_forward_kernel`'s."""
-    BLOCK_M: gl.constexpr = ROWS * N_CONSUMERS
+    """One program computes 128 rows of dQ of one (batch, head)."""
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
-    n_blocks = gl.cdiv(n_queries, BLOCK_M)
-    start_m = (n_blocks - 1 - gl.program_id(0) % n_blocks) * BLOCK_M
-    batch_head = gl.program_id(0) // n_blocks
-    batch = batch_head // heads
-    head = batch_head % heads
+    batch, head, start_m, n_tiles, n_full = owned_queries(heads, n_queries, n_keys, BLOCK_N, IS_CAUSAL)
     kv_head = head // GROUP
-    end = n_keys
-    full_end = n_keys // BLOCK_N
-    if IS_CAUSAL:
-        end = gl.minimum(n_keys, start_m + BLOCK_M)
-        full_end = gl.minimum(n_keys, start_m + 1) // BLOCK_N
-    n_tiles = gl.cdiv(end, BLOCK_N)
-    n_masked = n_tiles - full_end
+    n_masked = n_tiles - n_full
 
     q_ring = make_ring(q_desc.dtype, N_CONSUMERS, ROWS, BLOCK_D, 1)
     do_ring = make_ring(q_desc.dtype, N_CONSUMERS, ROWS, BLOCK_D, 1)

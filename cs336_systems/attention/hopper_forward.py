@@ -33,6 +33,22 @@ ROWS = gl.constexpr(64)  # of queries a consumer: wgmma's smallest tile, and all
 
 
 @gluon.jit
+def owned_queries(heads, n_queries, n_keys, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """What a program owns, in the order of `flash_forward_kernel`'s: batch, head and first query; and of its tiles of
+    keys how many there are, and how many of the first of those are visible to all of its queries."""
+    BLOCK_M: gl.constexpr = ROWS * N_CONSUMERS
+    n_blocks = gl.cdiv(n_queries, BLOCK_M)
+    start_m = (n_blocks - 1 - gl.program_id(0) % n_blocks) * BLOCK_M
+    batch_head = gl.program_id(0) // n_blocks
+    end = n_keys
+    n_full = n_keys // BLOCK_N
+    if IS_CAUSAL:
+        end = gl.minimum(n_keys, start_m + BLOCK_M)
+        n_full = gl.minimum(n_keys, start_m + 1) // BLOCK_N
+    return batch_head // heads, batch_head % heads, start_m, gl.cdiv(end, BLOCK_N), n_full
+
+
+@gluon.jit
 def _produce(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, batch, head, kv_head, start_m, n_tiles):
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     for consumer in gl.static_range(N_CONSUMERS):
@@ -159,24 +175,12 @@ def hopper_forward_kernel(
     IS_CAUSAL: gl.constexpr,
     DEPTH: gl.constexpr,  # of the rings of K and V
 ):
-    """One program computes 128 rows of o and lse of one (batch, head), in the order of `flash_forward_kernel`'s."""
-    BLOCK_M: gl.constexpr = ROWS * N_CONSUMERS
+    """One program computes 128 rows of o and lse of one (batch, head)."""
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
-    n_blocks = gl.cdiv(n_queries, BLOCK_M)
-    start_m = (n_blocks - 1 - gl.program_id(0) % n_blocks) * BLOCK_M
-    batch_head = gl.program_id(0) // n_blocks
-    batch = batch_head // heads
-    head = batch_head % heads
+    batch, head, start_m, n_tiles, n_full = owned_queries(heads, n_queries, n_keys, BLOCK_N, IS_CAUSAL)
     kv_head = head // GROUP
-    # Tiles of keys before full_end are visible to every query; those from n_tiles on are visible to none.
-    end = n_keys
-    full_end = n_keys // BLOCK_N
-    if IS_CAUSAL:
-        end = gl.minimum(n_keys, start_m + BLOCK_M)
-        full_end = gl.minimum(n_keys, start_m + 1) // BLOCK_N
-    n_tiles = gl.cdiv(end, BLOCK_N)
-    n_masked = gl.maximum(n_tiles - full_end, 1)
+    n_masked = gl.maximum(n_tiles - n_full, 1)
 
     q_ring = make_ring(q_desc.dtype, N_CONSUMERS, ROWS, BLOCK_D, 1)
     k_ring = make_ring(q_desc.dtype, DEPTH, BLOCK_N, BLOCK_D, N_CONSUMERS)
