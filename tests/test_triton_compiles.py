@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -95,10 +96,36 @@ def compile_case(case: Case) -> dict:
         make_source = GluonASTSource if kernel.is_gluon() else ASTSource
         source = make_source(kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    if case.is_hopper:
+        return {"hopper_code": _order_of_work(compiled.asm["cubin"])} | _resources(compiled, log.getvalue())
+    return _resources(compiled, log.getvalue())
+
+
+def _order_of_work(cubin: bytes) -> str:
+    """The kernel's tensor-core products (P), waits for all but n of them (n) and exponentials (e), in order."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    signs = []
+    for line in sass.splitlines():
+        if "HGMMA" in line:
+            signs.append("P")
+        elif "WARPGROUP.DEPBAR.LE" in line:
+            signs.append(line.split("0x")[-1][0])
+        elif "MUFU.EX2" in line:
+            signs.append("e")
+    return "".join(signs)
+
+
+def _resources(compiled, log: str) -> dict:
     return {
         "shared_bytes": compiled.metadata.shared,
-        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log.getvalue())[1]),
-        "registers": int(re.search(r"Used (\d+) registers", log.getvalue())[1]),
+        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
     }
 
 
@@ -207,7 +234,16 @@ def every_case() -> list[Case]:
 
 def test_representative_cases_compile():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
-    assert problems(compile_in_processes(SLICE, 1)) == []
+    results = compile_in_processes(SLICE, 1)
+    assert problems(results) == []
+    for case, result in results.items():
+        if case.is_hopper:
+            code = result["hopper_code"]
+            assert code.count("P") > 6 * sum(code.count(n) for n in "01"), "ptxas waits after every product"
+        if case.is_hopper and case.name == "forward":
+            # A tile's 64 exponentials a thread, and two for its rows, lie between the waits for S and for P V, in two
+            # consumers, with and without a mask.
+            assert re.findall(r"1(e*)0", code) == ["e" * 66] * 4, "ptxas has moved the softmax behind the wait"
 
 
 @pytest.mark.slow
