@@ -26,7 +26,7 @@ class Arguments:
     """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
     ctx: tuple[int, ...] = (512,)
     """Context lengths, in tokens."""
-    checkpoint_every: tuple[int, ...] = (0, 1, 2, 4)
+    checkpoint_every: tuple[int, ...] = (0, 1, 2)
     """Blocks in a checkpointed segment; 0 for no checkpoints, which the later ones are compared with."""
     precision: tuple[Precision, ...] = ("fp32",)
     """bf16 and fp16 are autocast over float32 weights."""

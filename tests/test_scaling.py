@@ -9,7 +9,7 @@ import pytest
 
 from cs336_systems.benchmarking import readme_tables
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
-from cs336_systems.benchmarking.scaling import efficiency, plot_scaling, scaling_table
+from cs336_systems.benchmarking.scaling import efficiency, plot_scaling, scaling_table, write_scaling
 from cs336_systems.benchmarking.sharding_cells import ShardingRow
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
@@ -59,6 +59,12 @@ def test_the_table_has_a_column_for_each_number_of_ranks(tmp_path: Path) -> None
     assert scaling_table(rows[:2]) == ""
     plot_scaling(rows, tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").stat().st_size > 0
+
+
+def test_without_a_step_to_compare_with_there_is_a_table_and_no_picture(tmp_path: Path) -> None:
+    rows = [_row("fsdp", 1, 700.0), _row("fsdp", 2, 750.0)]
+    assert "| fsdp, fp32 | 700 | 750 |" in write_scaling(rows, tmp_path / "by_ranks")
+    assert [path.name for path in tmp_path.iterdir()] == ["by_ranks.md"]
 
 
 def test_strong_scaling_on_the_cpu(tmp_path: Path) -> None:

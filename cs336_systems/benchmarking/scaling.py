@@ -49,16 +49,19 @@ def _cell(row: Any, rows: Rows) -> str:
 
 
 def write_scaling(rows: Rows, path: Path, label: Callable[[Any], str] = lambda row: row.implementation) -> str:
-    """Writes `path`.md and `path`.png and returns the table; does nothing for rows of one number of ranks."""
+    """Writes `path`.md, and `path`.png if there are efficiencies to show, and returns the table; does nothing for rows of
+    one number of ranks."""
     table = scaling_table(rows, label)
     if table:
         write_atomically(path.with_name(f"{path.name}.md"), f"{table}\n\n{NOTE}\n")
+    if table and any(row.implementation != "none" and efficiency(row, rows) is not None for row in rows):
         plot_scaling(rows, path.with_name(f"{path.name}.png"), label)
     return table
 
 
 NOTE = (
-    "Efficiency: tokens a second and rank, over those of the step without communication on the fewest ranks. Steps are "
+    "Efficiency: tokens a second and rank, over those of the step without communication (none) on the fewest ranks, if "
+    "that was measured. Steps are "
     "the slowest rank's medians, peaks the fullest rank's."
 )
 
