@@ -178,7 +178,8 @@ def all_reduce(results: Path) -> str:
     body = [[f"{mb:g} MB", *(cells.get((mb, n)) for n in ranks)] for mb in dict.fromkeys(row.size_mb for row in rows)]
     lines = {fit.world_size: f"{fit.call_cost_us:.0f} µs + s / {fit.bandwidth_gb_per_s:.0f} GB/s" for fit in fits}
     body.append(["line through the times of s bytes, without the bus's factor", *(lines.get(n) for n in ranks)])
-    return f"{_table(['float32 buffer: time (bus bandwidth)', *(f'{n} ranks' for n in ranks)], body)}\n\n*{runs[0].summary()}*"
+    headings = ["float32 buffer: time (bus bandwidth)", *(f"{n} ranks" for n in ranks)]
+    return f"{_table(headings, body)}\n\n*{runs[0].summary()}*"
 
 
 def data_parallel(results: Path) -> str:

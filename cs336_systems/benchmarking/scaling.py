@@ -49,8 +49,8 @@ def _cell(row: Any, rows: Rows) -> str:
 
 
 def write_scaling(rows: Rows, path: Path, label: Callable[[Any], str] = lambda row: row.implementation) -> str:
-    """Writes `path`.md, and `path`.png if there are efficiencies to show, and returns the table; does nothing for rows of
-    one number of ranks."""
+    """Writes `path`.md, and `path`.png if there are efficiencies to show, and returns the table; does nothing for rows
+    of one number of ranks."""
     table = scaling_table(rows, label)
     if table:
         write_atomically(path.with_name(f"{path.name}.md"), f"{table}\n\n{NOTE}\n")
