@@ -1,6 +1,7 @@
 """The comparison of techniques by their losses: every run is a row, and the table and picture are made of the rows."""
 
 import dataclasses
+import signal
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from cs336_systems.benchmarking.convergence import (
     summarize,
 )
 from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import read_results
 from cs336_systems.training.config import TrainArguments, TrainConfig
 from cs336_systems.training.metrics import METRICS
@@ -61,6 +63,26 @@ def test_runs_at_the_same_time_end_as_one_by_one(tmp_path):
         [(row.variant, row.seed, row.validation_loss, row.train_loss) for row in rows] for rows in (first, second)
     ]
     assert losses[0] == losses[1]
+
+
+def test_rows_of_another_run_are_not_kept_beside_new_ones(tmp_path, capsys):
+    rows = _run(tmp_path, variant=("fp32",), seed=(0,))
+    with pytest.raises(SystemExit) as refused:
+        _run(tmp_path, variant=("fp32", "bf16"), seed=(0,), steps=6, resume=True)
+    assert refused.value.code == 2
+    assert "steps" in capsys.readouterr().err
+    assert read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1] == rows
+    assert not (tmp_path / "runs" / "bf16").exists()
+
+
+def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+    def killed(*arguments, **options):
+        raise RankFailedError("rank 1 was killed by SIGKILL", 1, "", -signal.SIGKILL)
+
+    monkeypatch.setattr("cs336_systems.benchmarking.convergence.spawn_ranks", killed)
+    rows = _run(tmp_path, variant=("ddp", "fp32"), seed=(0,))
+    assert [(row.variant, row.status) for row in rows] == [("ddp", "killed"), ("fp32", "ok")]
+    assert "rank 1" in rows[0].reason
 
 
 def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path):
@@ -123,7 +145,12 @@ def test_variants_are_runs_that_can_be():
     ("changes", "message"),
     [
         ({"variant": ("fp8",)}, "error: --variant fp8: must be one of fp32, tf32"),
-        ({"variant": ()}, "needs at least one, and one seed"),
+        ({"variant": ()}, "error: --variant: needs at least one value"),
+        ({"seed": ()}, "error: --seed: needs at least one value"),
+        ({"variant": ("fp32", "fp32")}, "error: --variant fp32 fp32: must name each once"),
+        ({"seed": (1, 0, 1)}, "error: --seed 1 0 1: must name each once"),
+        ({"seed": (0, -1)}, "error: --seed -1: must be 0 or more"),
+        ({"processes": 0}, "error: --processes 0: must be at least 1"),
         ({"at_once": -1}, "error: --at-once -1: must be 0 or more"),
         ({"ctx": 0}, "error: --ctx 0: must be at least 1"),
     ],

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_files
-from cs336_systems.benchmarking.isolation import Outcome, run_isolated
+from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
@@ -131,15 +132,23 @@ def run_convergence(
     Bad input ends the program with status 2 before anything is built. A variant that this machine cannot run is a row.
     """
     with refusing_bad_input():
-        check(len(variant) > 0 and len(seed) > 0, "variant", variant, "needs at least one, and one seed")
+        for flag, values in (("variant", variant), ("seed", seed)):
+            check(len(values) > 0, flag, "", "needs at least one value")
+            check(len(set(values)) == len(values), flag, " ".join(map(str, values)), "must name each once")
         check(at_once >= 0, "at_once", at_once, "must be 0 or more")
+        check(processes >= 1, "processes", processes, "must be at least 1")
         for name in variant:
             check(name in VARIANTS, "variant", name, f"must be one of {', '.join(VARIANTS)}")
+        for value in seed:
+            check(0 <= value < 2**63, "seed", value, "must be 0 or more, and less than 2**63")
         check_writable(out)
         device, provenance = resolve_device(device, command)
         base_config = TrainConfig(**base, device=device, out=out)
         _, _, tokens = check_run(base_config)
         results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
+        for row in results.rows:  # kept ones stand in one table with what is to come
+            if row.variant in VARIANTS and row.status != "unsupported":
+                check_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True))
 
     def sweep() -> None:
         done = {(row.variant, row.seed) for row in results.rows}
@@ -152,7 +161,7 @@ def run_convergence(
                     name,
                     value,
                     processes,
-                    out / name / f"seed-{value}",
+                    out,
                     resume,
                     tokens,
                     provenance,
@@ -189,22 +198,33 @@ def _write_files(results: ResultsFile) -> str:
     return note
 
 
+def _folder(out: Path, variant: str, seed: int) -> Path:
+    return out / variant / f"seed-{seed}"
+
+
+def _config(base: TrainConfig, variant: str, seed: int, processes: int, out: Path, resume: bool) -> TrainConfig:
+    """Raises ValueError where the base run does not allow what the variant changes."""
+    changes = dict(VARIANTS[variant])
+    if "parallel" in changes:
+        changes["processes"] = processes
+    return dataclasses.replace(base, **changes, seed=seed, out=_folder(out, variant, seed), resume=resume)
+
+
 def _train(
     base: TrainConfig,
     variant: str,
     seed: int,
     processes: int,
-    folder: Path,
+    out: Path,
     resume: bool,
     tokens: TokenFile,
     provenance: Provenance,
 ) -> ConvergenceRow:
     row: dict[str, Any] = {"variant": variant, "seed": seed, "processes": 1, "steps": base.steps}
-    changes = dict(VARIANTS[variant])
-    if "parallel" in changes:
-        changes["processes"] = row["processes"] = processes
+    if "parallel" in VARIANTS[variant]:
+        row["processes"] = processes
     try:
-        config = dataclasses.replace(base, **changes, seed=seed, out=folder)
+        config = _config(base, variant, seed, processes, out, resume=False)
         _, world_size, _ = check_run(config)
     except ValueError as error:
         return ConvergenceRow(**row, status="unsupported", reason=str(error))
@@ -218,10 +238,12 @@ def _train(
         outcome = run_isolated(train_rank, None, *arguments)
     else:
         options = GroupOptions("cuda" if config.device.startswith("cuda") else "cpu")
-        outcome = Outcome("ok", spawn_ranks(train_rank, *arguments, world_size=world_size, options=options)[0])
+        outcome = outcome_of_ranks(
+            lambda: spawn_ranks(train_rank, *arguments, world_size=world_size, options=options)
+        )
     if outcome.status != "ok":
         return ConvergenceRow(**row, status=outcome.status, reason=outcome.reason)
-    return ConvergenceRow(**row, **_results(outcome.value, folder))
+    return ConvergenceRow(**row, **_results(outcome.value, _folder(out, variant, seed)))
 
 
 def _results(summary: Summary, folder: Path) -> dict[str, Any]:
@@ -234,11 +256,11 @@ def _results(summary: Summary, folder: Path) -> dict[str, Any]:
     return {
         "status": "ok" if is_finished else summary.status,
         "reason": summary.reason,
-        "train_loss": statistics.fmean(line["loss"] for line in lines[-_LAST:]) if is_finished else None,
-        "validation_loss": validations[-1] if is_finished else None,
+        "train_loss": _mean([line["loss"] for line in lines[-_LAST:]]) if is_finished else None,
+        "validation_loss": validations[-1] if is_finished and validations else None,
         "skipped_steps": summary.skipped_steps,
         "zero_gradient_share": max(shares, default=None),
-        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines),
+        "tokens_per_s": statistics.median(line["tokens_per_s"] for line in lines) if lines else None,
     }
 
 
@@ -303,7 +325,7 @@ def plot_convergence(rows: Sequence[ConvergenceRow], out: Path, path: Path) -> N
     beside them each variant's mean difference from the first, over the same seeds."""
     curves: dict[str, dict[int, dict[int, float]]] = {}  # variant, seed, step
     for row in rows:
-        metrics = out / row.variant / f"seed-{row.seed}" / METRICS
+        metrics = _folder(out, row.variant, row.seed) / METRICS
         if metrics.exists():
             lines = [line for line in read_metrics(metrics) if line["kind"] == "validation"]
             curve = {line["step"]: float(line["loss"]) for line in lines}

@@ -65,8 +65,14 @@ def run_rank_sweep(
 def _measure_on_ranks(measure: Callable[[RankContext, Any], dict[str, Any]], cell: Any) -> Outcome:
     """Rank 0's results (None on the other ranks of a launched job), or what became of a rank."""
     options = GroupOptions(cell.device, max_ctas=cell.max_ctas, high_priority=cell.high_priority)
+    return outcome_of_ranks(lambda: run_ranks(measure, cell, world_size=cell.world_size, options=options))
+
+
+def outcome_of_ranks(run: Callable[[], Sequence[Any] | None]) -> Outcome:
+    """The first of what `run` returns, or that a rank of it ran out of memory or was killed; other errors of a rank
+    pass."""
     try:
-        values = run_ranks(measure, cell, world_size=cell.world_size, options=options)
+        values = run()
     except RankFailedError as error:
         reason = str(error).splitlines()[0]
         if error.exit_code == -signal.SIGKILL:
@@ -91,13 +97,14 @@ def resolve_ranks_device(device: str) -> str:
     return ("cuda" if n_gpus else "cpu") if device == "auto" else device
 
 
-def model_on_ranks(size: str, device: str, **several: tuple[Any, ...]) -> dict[str, Any]:
-    """The fields that all cells of a model on ranks share: its size and shape, and the device.
+def model_on_ranks(size: str, device: str, attention: str, **several: tuple[Any, ...]) -> dict[str, Any]:
+    """The fields that all cells of a model on ranks share: its size and shape, the attention, and the device.
 
     It also has the fork server, from which the ranks come, begin to import what they need.
 
     Raises:
-        ValueError: no such size or device, or one of `several` without a value.
+        ValueError: no such size or device, an attention that does not run on the device, or one of `several` without
+            a value.
     """
     if launcher() is None:
         start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
@@ -105,7 +112,12 @@ def model_on_ranks(size: str, device: str, **several: tuple[Any, ...]) -> dict[s
     for flag, values in several.items():
         check(values != (), flag, "", "needs at least one value")
     shape = {name: getattr(MODEL_SIZES[size], name) for name in _SHAPE}
-    return {"size": size, **shape, "device": resolve_ranks_device(device)}
+    device = resolve_ranks_device(device)
+    from cs336_systems.attention.model_attention import why_not
+
+    missing = why_not(attention, device)
+    check(missing is None, "attention", attention, str(missing))
+    return {"size": size, **shape, "attention": attention, "device": device}
 
 
 def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[str]) -> list[dict[str, Any]]:
@@ -136,7 +148,8 @@ def batch_sizes(world_sizes: Sequence[int], batch_size: int, total_batch_size: i
     if total_batch_size is None:
         return dict.fromkeys(world_sizes, batch_size)
     for world_size in world_sizes:
-        fits = total_batch_size > 0 and total_batch_size % world_size == 0
+        check(total_batch_size >= 1, "total_batch_size", total_batch_size, "must be at least 1")
+        fits = total_batch_size % world_size == 0
         check(fits, "total_batch_size", total_batch_size, f"must be a multiple of {world_size}, a number of processes")
     return {world_size: total_batch_size // world_size for world_size in world_sizes}
 

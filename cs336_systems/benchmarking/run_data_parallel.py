@@ -48,6 +48,7 @@ def run_data_parallel_benchmark(
     profile_step: Callable[..., Any] | None,
     *,
     size: str,
+    attention: str,
     processes: tuple[int, ...],
     precision: tuple[str, ...],
     implementation: tuple[str, ...],
@@ -65,7 +66,7 @@ def run_data_parallel_benchmark(
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
     with refusing_bad_input():
-        common = model_on_ranks(size, device, precision=precision, implementation=implementation)
+        common = model_on_ranks(size, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)
         base = DataParallelCell(implementation="none", **common, **parameters)

@@ -76,6 +76,7 @@ def run_sharding_benchmark(
     *,
     name: str,
     size: str,
+    attention: str,
     processes: tuple[int, ...],
     precision: tuple[str, ...],
     implementation: tuple[str, ...],
@@ -96,7 +97,7 @@ def run_sharding_benchmark(
     `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
     """
     with refusing_bad_input():
-        common = model_on_ranks(size, device, precision=precision, implementation=implementation)
+        common = model_on_ranks(size, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)
         ranks = world_sizes(processes, device, default_processes)
