@@ -203,6 +203,12 @@ def test_dropout_outside_its_range(dropout_p):
         flash_attention(of(1, 4, 8), of(1, 4, 8), of(1, 4, 8), dropout_p=dropout_p)
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_that_is_no_number(scale):
+    with pytest.raises(ValueError, match=f"scale is {scale}; it must be a finite number"):
+        flash_attention(of(1, 4, 8), of(1, 4, 8), of(1, 4, 8), scale=scale)
+
+
 def test_an_unknown_implementation():
     with pytest.raises(ValueError, match=r"'cuda'.*auto, .*triton, hopper, pytorch, reference, sdpa"):
         flash_attention(of(1, 4, 8), of(1, 4, 8), of(1, 4, 8), implementation="cuda")

@@ -1,5 +1,6 @@
 """Hopper's own attention kernels: which problems they take, and (on such a card) that they are right."""
 
+import importlib.metadata
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
-from cs336_systems.attention import flash_attention, triton_launch, triton_plan
+from cs336_systems.attention import flash_attention, implementations, triton_launch, triton_plan
 from cs336_systems.attention.flash_hopper import hopper_backward, hopper_forward
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 from cs336_systems.attention.hopper_dq import hopper_dq_kernel
@@ -60,8 +61,13 @@ def test_without_such_a_card_the_error_says_what_is_missing():
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         pytest.skip("this is such a card")
     q = torch.zeros(1, 1, 4, 128)
-    with pytest.raises(RuntimeError, match=r"compute capability 9\.0.*on cpu"):
+    with pytest.raises(RuntimeError, match=r"compute capability 9\.0.*Triton 3\.6.*on cpu"):
         flash_attention(q, q, q, implementation="hopper")
+
+
+def test_another_triton_gets_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.7.0")
+    assert not implementations._is_hopper.__wrapped__(torch.device("cuda"))
 
 
 # ---- On a card -------------------------------------------------------------------------------------------------------

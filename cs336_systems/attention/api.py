@@ -29,7 +29,7 @@ def flash_attention(
 
     Args:
         q: (batch, n_queries, head_dim) or (batch, heads, n_queries, head_dim), float32, float16 or bfloat16 (float64
-            for all implementations but "triton"), head_dim at most 256, any strides.
+            for all implementations but "triton" and "hopper"), head_dim at most 256, any strides.
         k, v: (batch, n_keys, head_dim) or (batch, kv_heads, n_keys, head_dim), in q's dtype; kv_heads divides heads,
             and query head h reads key head h // (heads / kv_heads).
         is_causal: query i sees keys 0 … i, also where n_queries and n_keys differ (as in PyTorch's SDPA).
@@ -37,8 +37,9 @@ def flash_attention(
         dropout_p: share of the probabilities that is set to 0; the others are divided by 1 - dropout_p. "triton" and
             "pytorch" draw one seed a call from the default generator of the CPU (so `torch.manual_seed` repeats it,
             and no GPU is waited for), and derive the mask from it in forward and again in backward.
-        implementation: "triton"; "pytorch", tiled like Triton's; "reference", plain attention; "sdpa", PyTorch's; or
-            "auto": "triton" for tensors on a GPU where Triton can run, else "pytorch".
+        implementation: "triton"; "hopper", with kernels of their own for an H100 or H200 where those are faster;
+            "pytorch", tiled like Triton's; "reference", plain attention; "sdpa", PyTorch's; or "auto": for tensors on a
+            GPU where they can run "hopper" or "triton", else "pytorch".
 
     Returns the output, with q's shape, dtype and, as far as they are dense, strides. A query that sees no key (n_keys
     is 0) gets 0. "triton" and "pytorch" are deterministic, and keep q, k, v, the output and a float32 logsumexp for
@@ -68,6 +69,8 @@ def flash_attention(
     composite = IMPLEMENTATIONS[implementation].composite
 
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"flash_attention: scale is {scale}; it must be a finite number")
     if composite is not None:
         return composite(q, k, v, is_causal, scale, dropout_p)
     # Below 2**31, so that every kernel takes the seed as the same integer type.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from cs336_systems.attention.reference import attention_reference
 
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+_KNOWN_TRITON = "3.6"
 # Triton itself reads the variable when it defines a kernel, so setting it later would have no effect there either.
 _TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
@@ -37,15 +39,23 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _has_known_gluon() -> bool:
+    """Whether Triton is the version whose Gluon, still experimental, the kernels for Hopper are written in."""
+    try:
+        return importlib.metadata.version("triton").startswith(f"{_KNOWN_TRITON}.")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+    return _has_known_gluon() and torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _why_not_hopper(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or not _is_hopper(device):
-        where = f"the tensors are on {device.type}" if device.type != "cuda" else "this GPU has another"
-        return f"its kernels are for GPUs of compute capability 9.0 (H100, H200), and {where}"
+        where = f"the tensors are on {device.type}" if device.type != "cuda" else "one of the two is another"
+        return f"its kernels are for GPUs of compute capability 9.0 (H100, H200) and Triton {_KNOWN_TRITON}, and {where}"
     return _why_not_triton(device, dtype)
 
 

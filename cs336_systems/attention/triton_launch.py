@@ -120,8 +120,8 @@ def run(
         tensors = (*tensors, *[scratch.of(buffer) for scratch in plan.scratch])
     launches = [_run_by_triton(step, tensors, seed, offset) for step in plan.steps]
     known = [launch for launch in launches if launch is not None]
-    if plan.is_aligned and not plan.launches and len(known) == len(launches):
-        plan.launches.extend(known)
+    if plan.is_aligned and len(known) == len(launches):
+        plan.launches[:] = known  # in one step: other threads may be at the same plan
 
 
 def _run_by_triton(step: Step, tensors: tuple[Tensor, ...], seed: int, offset: int) -> Launch | None:

@@ -238,9 +238,7 @@ def _train(
         outcome = run_isolated(train_rank, None, *arguments)
     else:
         options = GroupOptions("cuda" if config.device.startswith("cuda") else "cpu")
-        outcome = outcome_of_ranks(
-            lambda: spawn_ranks(train_rank, *arguments, world_size=world_size, options=options)
-        )
+        outcome = outcome_of_ranks(lambda: spawn_ranks(train_rank, *arguments, world_size=world_size, options=options))
     if outcome.status != "ok":
         return ConvergenceRow(**row, status=outcome.status, reason=outcome.reason)
     return ConvergenceRow(**row, **_results(outcome.value, _folder(out, variant, seed)))
