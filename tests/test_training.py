@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -336,6 +337,14 @@ def test_metrics_survive_a_cut_last_line_and_drop_what_will_come_again(tmp_path)
     assert [line.get("step") for line in read_metrics(path)] == [0, 1, 2]
     MetricsFile(path).close()
     assert read_metrics(path) == []
+
+
+@pytest.mark.parametrize("bad", [b'{"kind": "tr', b"\xff", b"", b"3", b'{"step": 1}'])
+def test_a_bad_line_within_metrics_is_named(tmp_path, bad):
+    path = tmp_path / METRICS
+    path.write_bytes(b'{"kind": "run"}\n' + bad + b'\n{"kind": "train"}\n')
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}, line 2: is no line of metrics \("):
+        read_metrics(path)
 
 
 def test_a_picture_is_drawn_of_any_run(tmp_path):

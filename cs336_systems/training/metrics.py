@@ -63,11 +63,19 @@ def _jsonable(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; a last line that a kill cut short is left out."""
+    """All whole lines of a metrics file; a last line that a kill cut short is left out.
+
+    Raises ValueError, naming the file and the line's number, for any other line that `MetricsFile` did not write.
+    """
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            lines.append(json.loads(line))
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):  # behind the last: "", or a cut line
+        try:
+            values = json.loads(line.decode("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: is no line of metrics ({error})") from error
+        if not isinstance(values, dict) or "kind" not in values:
+            raise ValueError(f"{path}, line {number}: is no line of metrics (it must be an object with a kind)")
+        lines.append(values)
     return lines
 
 
