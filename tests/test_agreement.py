@@ -60,6 +60,18 @@ def test_other_cells_are_refused():
         compare(trace, replace(trace, ranges=[]))
 
 
+def test_kernels_that_take_no_time_leave_no_class_to_judge():
+    trace = read_report(REPORT)
+    instant = replace(trace, kernels=[replace(kernel, end_ns=kernel.start_ns) for kernel in trace.kernels])
+    rows = compare(instant, trace)
+    assert {row.share for row in rows} == {0.0}
+    none = "The first report has no kernel time in a range that both have. "
+    assert agreement_note(rows) == none + "All numbers of kernels are equal."
+    fewer = [replace(rows[0], second_count=rows[0].first_count - 1), *rows[1:]]
+    assert agreement_note(fewer) == none + f"Numbers of kernels differ for {rows[0].kind} in step."
+    assert agreement_note([]) == none + "All numbers of kernels are equal."
+
+
 def test_the_script_compares_two_reports(tmp_path, capsys):
     common = {"benchmark": None, "top": 5, "nsys": "nsys", "compare": True, "out": tmp_path / "out"}
     run_analysis("command", reports=[REPORT, REPORT], **common)

@@ -85,11 +85,13 @@ def compare(first: Trace, second: Trace) -> list[AgreementRow]:
 
 
 def agreement_note(rows: Sequence[AgreementRow]) -> str:
-    """In words: the largest difference among classes that take a twentieth of their range or more."""
+    """In words: the largest difference among classes that take a twentieth of their range or more, if any does."""
     notable = [row for row in rows if row.share >= NOTABLE_SHARE]
-    worst = max(notable, key=lambda row: abs(row.difference) if row.difference is not None else float("inf"))
     counts = [f"{row.kind} in {row.range}" for row in rows if row.first_count != row.second_count]
     same = f"Numbers of kernels differ for {', '.join(counts)}." if counts else "All numbers of kernels are equal."
+    if not notable:
+        return f"The first report has no kernel time in a range that both have. {same}"
+    worst = max(notable, key=lambda row: abs(row.difference) if row.difference is not None else float("inf"))
     if worst.difference is None:
         return f"Only one report has {worst.kind} in {worst.range}. {same}"
     most = f"{worst.kind} in {worst.range} differs most: {worst.difference:+.1%}"
