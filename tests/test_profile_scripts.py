@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import gzip
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ import tyro
 from cs336_systems.configs import named_cell
 from cs336_systems.profiling.kernel_tables import class_table
 from cs336_systems.profiling.nsys import NsysFailed, benchmark_command, capture, export_sqlite, find_nsys
-from cs336_systems.profiling.run_analysis import find_reports, read_trace_file, report_name, run_analysis
+from cs336_systems.profiling.run_analysis import failed_rows, find_reports, read_trace_file, report_name, run_analysis
 from cs336_systems.profiling.run_kernels import run_kernels
 from cs336_systems.profiling.run_nsys import run_nsys
 from cs336_systems.profiling.step_answers import StepRow
@@ -326,21 +327,71 @@ def test_trimming_by_the_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        ("text", "notes.txt", "notes.txt: must be a .nsys-rep file, or SQLite"),
-        ("{}", "trace.json", "has no traceEvents"),
-        ("{", "cut.json", "cut.json: is no trace of torch.profiler"),
+        (b"text", "notes.txt", "notes.txt: must be a .nsys-rep file, or SQLite"),
+        (b"{}", "trace.json", "trace.json: is no trace of torch.profiler (trace: must be "),
+        (b"[1,2]", "list.json", "list.json: is no trace of torch.profiler (trace: must be "),
+        (b"3", "three.json", "three.json: is no trace of torch.profiler (trace: must be "),
+        (b'{"runs": [], "rows": []}', "steps.json", "steps.json: is no trace of torch.profiler (trace: must be "),
+        (b'{"traceEvents": null}', "null.json", "null.json: is no trace of torch.profiler (trace: must be "),
+        (b'{"traceEvents": [1]}', "one.json", "one.json: is no trace of torch.profiler (trace: must be "),
+        (b"{", "cut.json", "cut.json: is no trace of torch.profiler (Expecting"),
+        (b'{"\xff', "bytes.json", "bytes.json: is no trace of torch.profiler ('utf-8' codec"),
+        (
+            gzip.compress(b'{"traceEvents": []}')[:-12],
+            "cut.json.gz",
+            "cut.json.gz: is no trace of torch.profiler (Compr",
+        ),
+        (
+            gzip.compress(b"{}")[:10] + b"\xff" * 9,
+            "bad.json.gz",
+            "bad.json.gz: is no trace of torch.profiler (Error -3",
+        ),
+        (b"text", "text.json.gz", "text.json.gz: is no trace of torch.profiler (Not a gzipped file"),
         (None, "missing.sqlite", "missing.sqlite: there is no such file or folder"),
     ],
 )
 def test_what_is_no_report_ends_with_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None, name: str, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes | None, name: str, message: str
 ) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as stopped:
         _analyze(tmp_path / name, out=tmp_path / "out")
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "list indices must be"),
+        ('{"rows": 5}', "it has no 'runs'"),
+        ('{"runs": [], "rows": []}', "it has no runs"),
+        ('{"runs": [{"command": "x"}], "rows": []}', "missing 12 required positional arguments"),
+        (json.dumps({"runs": [asdict(_provenance())], "rows": 5}), "its rows must be a list of objects"),
+        (json.dumps({"runs": [asdict(_provenance())], "rows": [{}]}), "its rows must be a list of objects"),
+    ],
+)
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_a_bad_benchmark_beside_a_report_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: str, told: str, is_compared: bool
+) -> None:
+    report = _made_report(named_cell("small", 128, **CELL)).write(tmp_path / "report.sqlite")
+    beside = tmp_path / "benchmark.json"
+    beside.write_text(content)
+    with pytest.raises(SystemExit) as stopped:
+        _analyze(*[report] * (1 + is_compared), out=tmp_path / "out", compare=is_compared)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {beside}: is no file of scripts/benchmark.py (")
+    assert told in line
+
+
+def test_a_failed_row_without_its_cell_is_named(tmp_path: Path) -> None:
+    _benchmark_rows(tmp_path, {"status": "oom", "reason": "CUDA out of memory"})
+    with pytest.raises(ValueError, match=r"benchmark\.json: is no file of scripts/benchmark\.py \(a row has no 'size'"):
+        failed_rows(tmp_path)
 
 
 def test_the_same_tables_without_nsys(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -115,6 +115,23 @@ def test_what_is_no_trace_is_refused() -> None:
             read_torch_trace(document)  # ty: ignore[invalid-argument-type]
 
 
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"traceEvents": [1]}, r"has 1 as traceEvents\[0\]"),
+        ({"traceEvents": [{"ph": "M"}, {"ph": "X", "name": "a", "ts": 1}]}, r"as traceEvents\[1\]"),
+        ({"traceEvents": [_operator("a", 0, float("nan"))]}, r"as traceEvents\[0\]"),
+        ({"traceEvents": [_operator("a", 0, 1) | {"args": 2}]}, r"as traceEvents\[0\]"),
+        ({"traceEvents": [_operator("a", 0, 1) | {"tid": [3]}]}, r"as traceEvents\[0\]"),
+        ({"traceEvents": [], "deviceProperties": [7]}, r"has \[7\] as deviceProperties"),
+        ({"traceEvents": [], "cell": 3}, "has 3 as cell"),
+    ],
+)
+def test_what_torch_does_not_write_is_refused(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_torch_trace(document)
+
+
 @pytest.fixture(scope="module")
 def profiled() -> Trace:
     cell = named_cell("tiny", 32, warmup=1, steps=2, device="cpu")

@@ -7,6 +7,7 @@ import json
 import platform
 import re
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -122,7 +123,7 @@ def read_trace_file(path: Path, nsys: str = "nsys") -> Trace:
                 gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
             ):
                 return read_torch_trace(json.load(file), report_name(path))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, EOFError, zlib.error, ValueError) as error:  # not UTF-8, and not JSON, are ValueErrors
             raise ValueError(f"{path}: is no trace of torch.profiler ({error})") from error
     return read_report(_as_sqlite(path, nsys))
 
@@ -161,12 +162,24 @@ def benchmark_row(path: Path | None, cell: BenchmarkCell) -> dict[str, Any] | No
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
+    return _read_benchmark(path)[1] if path.exists() else []
+
+
+def _read_benchmark(path: Path) -> tuple[list[Provenance], list[dict[str, Any]]]:
+    """The runs, at least one, and the rows, with whatever columns they have: unlike `read_results`, it takes files from
+    before or after a column was there."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["rows"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        runs, rows = [Provenance(**run) for run in document["runs"]], document["rows"]
+        if not runs:
+            raise ValueError("it has no runs")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) and "status" in row for row in rows):
+            raise ValueError("its rows must be a list of objects with a status")
+    except KeyError as error:
+        raise ValueError(f"{path}: is no file of scripts/benchmark.py (it has no {error})") from error
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is no file of scripts/benchmark.py ({error})") from error
+    return runs, rows
 
 
 def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -179,12 +192,15 @@ def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> d
 
 def failed_rows(folder: Path) -> list[StepRow]:
     """Of a cell's folder: its row, if the cell could not run (out of memory, or unsupported)."""
+    path = folder / "benchmark.json"
+    failed = [row for row in _rows(path) if row["status"] != "ok"]
     shared = [name for name in _CELL if name in StepRow.__dataclass_fields__]
-    return [
-        StepRow(folder.name, row["status"], row["reason"], **{name: row[name] for name in shared})
-        for row in _rows(folder / "benchmark.json")
-        if row["status"] != "ok"
-    ]
+    try:
+        return [
+            StepRow(folder.name, row["status"], row["reason"], **{name: row[name] for name in shared}) for row in failed
+        ]
+    except KeyError as error:
+        raise ValueError(f"{path}: is no file of scripts/benchmark.py (a row has no {error})") from error
 
 
 def _provenance(command: str, files: Sequence[Path], gpu: str | None) -> Provenance:
@@ -192,7 +208,7 @@ def _provenance(command: str, files: Sequence[Path], gpu: str | None) -> Provena
     for file in files:
         beside = file.parent / "benchmark.json"
         if beside.exists():
-            return replace(Provenance(**json.loads(beside.read_text(encoding="utf-8"))["runs"][-1]), command=command)
+            return replace(_read_benchmark(beside)[0][-1], command=command)
     unknown = dict.fromkeys(("driver", "cuda", "torch", "triton", "cpu", "git_commit"), "unknown")
     return Provenance(
         command=command,

@@ -7,6 +7,7 @@ gives way to them, so that no time counts twice.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -73,8 +74,7 @@ def read_torch_trace(trace: dict[str, Any], source: str = "torch.profiler") -> T
     Raises:
         ValueError: it is no such trace.
     """
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ValueError("trace: must be what torch.profiler's export_chrome_trace wrote; it has no traceEvents")
+    _check_trace(trace)
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = sorted(
         (
@@ -100,6 +100,34 @@ def read_torch_trace(trace: dict[str, Any], source: str = "torch.profiler") -> T
         if without_launch
         else [],
     )
+
+
+def _check_trace(trace: Any) -> None:
+    """That what is read of the file is of the types that torch.profiler writes."""
+    written = "trace: must be what torch.profiler's export_chrome_trace wrote; it"
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError(f"{written} has no traceEvents")
+    for index, event in enumerate(trace["traceEvents"]):
+        is_whole = isinstance(event, dict) and (
+            event.get("ph") != "X"
+            or (
+                isinstance(event.get("name"), str)
+                and all(_is_time(event.get(name)) for name in ("ts", "dur"))
+                and all(isinstance(event.get(name, 0), (int, str)) for name in ("pid", "tid"))
+                and isinstance(event.get("args", {}), dict)
+            )
+        )
+        if not is_whole:
+            raise ValueError(f"{written} has {event!r:.80} as traceEvents[{index}]")
+    devices = trace.get("deviceProperties") or []
+    if not isinstance(devices, list) or not all(isinstance(device, dict) for device in devices):
+        raise ValueError(f"{written} has {devices!r:.80} as deviceProperties")
+    if not isinstance(trace.get("cell"), (dict, type(None))):
+        raise ValueError(f"{written} has {trace['cell']!r:.80} as cell")
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _kernels(on_gpu: list[dict[str, Any]], events: list[dict[str, Any]], opened: OpenRanges) -> list[Kernel]:
