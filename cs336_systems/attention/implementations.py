@@ -55,7 +55,8 @@ def _is_hopper(device: torch.device) -> bool:
 def _why_not_hopper(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or not _is_hopper(device):
         where = f"the tensors are on {device.type}" if device.type != "cuda" else "one of the two is another"
-        return f"its kernels are for GPUs of compute capability 9.0 (H100, H200) and Triton {_KNOWN_TRITON}, and {where}"
+        needed = f"GPUs of compute capability 9.0 (H100, H200) and Triton {_KNOWN_TRITON}"
+        return f"its kernels are for {needed}, and {where}"
     return _why_not_triton(device, dtype)
 
 
