@@ -190,7 +190,6 @@ def problems(results: dict[Case, dict]) -> list[str]:
 SLICE = [
     Case(75, "float16", 16, "forward"),
     Case(80, "bfloat16", 128, "fused"),
-    Case(86, "float16", 256, "forward"),
     Case(89, "float16", 64, "dkdv", group=2),
     Case(90, "bfloat16", 128, "dkdv", use_tma=True),
     Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
@@ -198,12 +197,9 @@ SLICE = [
     Case(90, "bfloat16", 128, "dq", use_tma=True, group=2, is_hopper=True, length=16384),
     Case(90, "float32", 64, "forward", use_tma=True),
     Case(90, "float32", 128, "dv", use_tma=True),
-    Case(89, "float32", 128, "dq"),
     Case(80, "float32", 64, "split"),
-    Case(120, "float32", 128, "measure"),
     Case(100, "bfloat16", 64, "forward", dropout_p=0.1),
     Case(120, "bfloat16", 64, "combine"),
-    Case(120, "bfloat16", 64, "preprocess"),
 ]
 
 
