@@ -170,6 +170,16 @@ def test_only_bad_checkpoints_are_refused_by_name(tmp_path, capsys):
     assert "has no good checkpoint; checkpoint-00000008.pt is refused: it is truncated" in errors
 
 
+def test_a_damaged_line_of_metrics_is_named_before_anything_is_trained(tmp_path, capsys):
+    config = make_config(tmp_path)
+    train(config)
+    path = config.out / METRICS
+    written = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*written[:2], "{broken\n", *written[3:]]))
+    errors = _refusal(dataclasses.replace(config, resume=True), capsys)
+    assert f"error: {path}, line 3: is no line of metrics" in errors
+
+
 def test_the_command_line_names_the_flag_and_needs_no_torch():
     for arguments, status, message in (
         (["--help"], 0, "--sharded-optimizer"),

@@ -16,7 +16,7 @@ from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, loa
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
 from cs336_systems.training.data import TokenFile, prepare_tokens
 from cs336_systems.training.loop import Summary, plain_config, train_rank
-from cs336_systems.training.metrics import METRICS, PLOT, plot_metrics
+from cs336_systems.training.metrics import METRICS, PLOT, plot_metrics, read_metrics
 from cs336_systems.training.parallel import check_importable
 
 
@@ -74,6 +74,8 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
     checkpoint = load_newest(config.out)[0] if config.resume else None
     if checkpoint is not None:
         _check_same_run(checkpoint, config, tokens)
+    if config.resume and (config.out / METRICS).exists():
+        read_metrics(config.out / METRICS)  # a damaged line is named now, and not when the run has ended
     return device, world_size, tokens
 
 
