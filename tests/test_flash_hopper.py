@@ -17,7 +17,13 @@ from cs336_systems.attention.hopper_dq import hopper_dq_kernel
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.hopper_plan import with_hopper_dq, with_hopper_forward
 from cs336_systems.attention.triton_tuning import Gpu
-from tests.gpu_attention import assert_no_worse_than_sdpa, draw, exact, output_and_gradients
+from tests.gpu_attention import (
+    assert_no_worse_than_sdpa,
+    draw,
+    exact,
+    output_and_gradients,
+    sequences_of_many_roundings,
+)
 
 H100 = Gpu("H100", 90, 132, 232448)
 A100 = Gpu("A100", 80, 108, 166912)
@@ -66,8 +72,20 @@ def test_without_such_a_card_the_error_says_what_is_missing():
 
 
 def test_another_triton_gets_the_portable_kernels(monkeypatch):
+    monkeypatch.setattr(implementations, "_capability", lambda device: (9, 0))
+    assert implementations._is_hopper(torch.device("cuda")) == implementations.HAS_KNOWN_TRITON
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.7.0")
-    assert not implementations._is_hopper.__wrapped__(torch.device("cuda"))
+    assert not implementations._has_known_triton()
+    monkeypatch.setattr(implementations, "HAS_KNOWN_TRITON", False)
+    assert not implementations._is_hopper(torch.device("cuda"))
+
+
+def test_the_choice_can_be_compiled():
+    def which(x):
+        return x + (1 if implementations._is_hopper(x.device) else 2)
+
+    x = torch.zeros(3)
+    assert torch.equal(torch.compile(which, fullgraph=True, backend="eager")(x), which(x))
 
 
 # ---- On a card -------------------------------------------------------------------------------------------------------
@@ -114,6 +132,7 @@ def _ran(kernel) -> bool:
 def test_the_error_is_at_most_one_and_a_half_times_sdpas(
     on_hopper, dtype, head_dim, batch, kv_heads, group, n_queries, n_keys, is_causal, seed
 ):
+    batch = sequences_of_many_roundings(batch, n_queries)
     inputs = draw(batch, kv_heads * group, kv_heads, n_queries, n_keys, head_dim, dtype, seed)
     assert_no_worse_than_sdpa("hopper", *inputs, is_causal)
     assert _ran(hopper_forward_kernel)

@@ -39,17 +39,26 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _has_known_gluon() -> bool:
-    """Whether Triton is the version whose Gluon, still experimental, the kernels for Hopper are written in."""
+def _has_known_triton() -> bool:
     try:
         return importlib.metadata.version("triton").startswith(f"{_KNOWN_TRITON}.")
     except importlib.metadata.PackageNotFoundError:
         return False
 
 
-@functools.cache
+# Whether Triton is the version whose private or experimental interfaces are known: Gluon, in which the kernels for
+# Hopper are written, and the launcher that `triton_direct.py` calls.
+HAS_KNOWN_TRITON = _has_known_triton()
+
+
+@torch.compiler.assume_constant_result
 def _is_hopper(device: torch.device) -> bool:
-    return _has_known_gluon() and torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+    return HAS_KNOWN_TRITON and _capability(device) == (9, 0)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def _why_not_hopper(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -13,14 +13,14 @@ from typing import Any
 import triton
 from triton.backends.nvidia import driver
 
+from cs336_systems.attention.implementations import HAS_KNOWN_TRITON
 from cs336_systems.attention.triton_plan import Step, Tile
 
 # launch(pointers, stream, seed, offset), with the addresses of the tensors that the step's operands name.
 Launch = Callable[[Sequence[int], int, int, int], None]
 
 # The arguments of the C function that Triton generates for a kernel are not a public interface; these are the first of
-# the version that this is written for: grid, stream, function, flags, scratch, metadata and hooks.
-_KNOWN_TRITON = "3.6."
+# the known version's: grid, stream, function, flags, scratch, metadata and hooks.
 _KNOWN_ARGUMENTS = "iiiKKppOOOOOO"
 _MAX_DESCRIPTORS = 4096
 
@@ -47,7 +47,7 @@ def _descriptor(
 def _c_launcher(launcher: Any, has_descriptors: bool) -> Callable | None:
     """The C function under Triton's launcher, or None if that isn't made as this module knows it."""
     if (
-        not triton.__version__.startswith(_KNOWN_TRITON)
+        not HAS_KNOWN_TRITON
         or getattr(driver, "_BASE_ARGS_FORMAT", None) != _KNOWN_ARGUMENTS
         or not isinstance(launcher, driver.CudaLauncher)
         or launcher.global_scratch_size > 0
