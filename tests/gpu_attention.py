@@ -16,6 +16,12 @@ def draw(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype, seed=0) -> 
     return [torch.randn(batch, *s, head_dim, generator=generator, device="cuda").to(dtype) for s in shapes]
 
 
+def sequences_of_many_roundings(batch: int, n_queries: int) -> int:
+    """A batch of at least 256 queries: two implementations round a single query's few weights up or down as chance has
+    it, and only many of them tell which one's error is larger."""
+    return max(batch, 256 // n_queries)
+
+
 def output_and_gradients(attention, q, k, v, do) -> list[Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o = attention(q, k, v)

@@ -11,7 +11,13 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from tests.gpu_attention import assert_no_worse_than_sdpa, draw, exact, output_and_gradients
+from tests.gpu_attention import (
+    assert_no_worse_than_sdpa,
+    draw,
+    exact,
+    output_and_gradients,
+    sequences_of_many_roundings,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +38,7 @@ pytestmark = pytest.mark.gpu
 def test_the_error_is_at_most_one_and_a_half_times_sdpas(
     dtype, head_dim, batch, kv_heads, group, n_queries, n_keys, is_causal, seed
 ):
+    batch = sequences_of_many_roundings(batch, n_queries)
     q, k, v, do = draw(batch, kv_heads * group, kv_heads, n_queries, n_keys, head_dim, dtype, seed)
     assert_no_worse_than_sdpa("triton", q, k, v, do, is_causal)
 
