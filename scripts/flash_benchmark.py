@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from cs336_systems.benchmarking.attention_cells import PeerName
-from cs336_systems.benchmarking.flash_benchmark import CompiledShapes, Phase
+from cs336_systems.benchmarking.flash_benchmark import CompiledShapes, Phase, Timed
 from cs336_systems.cli import command_line, parse
 from cs336_systems.configs import Precision
 
@@ -48,6 +48,8 @@ class Arguments:
     """Time spent on measured calls, at least one."""
     max_call_ms: int = 1000
     """An implementation of which one call takes longer is skipped there and at longer lengths."""
+    timed: Timed = "calls"
+    """calls, as a user makes them, or kernels: replayed from a CUDA graph, without the host's work (GPU only)."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

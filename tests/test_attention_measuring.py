@@ -81,6 +81,11 @@ def test_a_peer_that_cannot_run_says_why_and_other_errors_pass():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def test_kernels_alone_need_a_gpu():
+    with pytest.raises(ValueError, match=r"timed=.?kernels.*device is cpu"):
+        FlashCell("naive", "fp32", head_dim=8, length=33, timed="kernels")
+
+
 def test_calls_are_timed_for_the_time_asked_and_gradients_dropped_before_each():
     x = torch.ones(3, requires_grad=True)
     seen = []
@@ -228,3 +233,14 @@ def test_the_memory_before_backward_on_a_gpu_is_the_formulas():
 def test_sdpa_says_why_a_backend_refuses():
     with pytest.raises(Unsupported, match=r"[Hh]alf|[Ff]loat|dtype"):
         FlashMeasure()(FlashCell("sdpa-flash", "fp32", head_dim=64, length=128, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash-triton", "sdpa-flash", "naive"])
+def test_kernels_alone_take_no_longer_than_calls(name):
+    cell = FlashCell(name, "bf16", head_dim=64, length=8192, heads=8, device="cuda", rep_ms=30, warmup_ms=5)
+    for phase in ("forward", "backward", "both"):
+        calls, kernels = (
+            FlashMeasure()(replace(cell, phase=phase, timed=timed))["median_ms"] for timed in ("calls", "kernels")
+        )
+        assert 0.5 * calls < kernels < 1.1 * calls

@@ -58,6 +58,17 @@ def time_once(call: Callable[[], object], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def recorded(call: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], None]:
+    """Records what `call` launches on `stream` in a CUDA graph; what is returned launches it all again at once.
+
+    `call` must have run before, on that stream, and what it needs of earlier calls must have been made on it too.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        call()
+    return graph.replay
+
+
 def drop_gradients(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         tensor.grad = None
