@@ -1,0 +1,135 @@
+"""Rows of any results file as plain dicts, tables of them, and sentences whose numbers can only come from them.
+
+What the README's tables and the report share. Plain JSON, because profiles are rows too, of types that the benchmarks
+do not import, and because a report must also read the files of a machine on which half of them are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.provenance import Provenance
+from cs336_systems.records import format_value
+
+
+class Row(dict):
+    """A row, by its columns' names as keys or attributes; a column that its file lacks is None."""
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+    @property
+    def ok(self) -> bool:
+        """Measured: not out of memory, unsupported, skipped or killed. Rows without a status are all measured."""
+        return self["status"] in (None, "ok")
+
+
+def read_rows(path: Path) -> tuple[list[Any], list[Provenance]]:
+    """The rows (`Row`) and the runs that they are from; nothing where there is no such file.
+
+    Raises ValueError, naming the file, where it is no results file.
+    """
+    if not path.exists():
+        return [], []
+    rows, runs = _read(path, path.stat().st_mtime_ns)
+    return list(rows), list(runs)
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, changed: int) -> tuple[list[Row], list[Provenance]]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row(row) for row in document["rows"]]
+        used = sorted({row.pop("run") for row in rows})
+        return rows, [Provenance(**document["runs"][index]) for index in used]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a results file ({error})") from error
+
+
+def provenance(runs: Sequence[Provenance]) -> str:
+    """A line in italics for each run, to stand under a table."""
+    return "\n\n".join(f"*{run.summary()}*" for run in runs)
+
+
+def markdown_table(headings: Sequence[str], body: Sequence[Sequence[object]]) -> str:
+    """A table whose first column is words and whose others are numbers; nothing where there are no rows."""
+    lines = [headings, [":--", *["--:"] * (len(headings) - 1)], *[[format_value(cell) for cell in row] for row in body]]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) if body else ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of results' rows, by `make(results folder)`, which is empty where there are none; called as a function,
+    it has a line under it for each of its `files` that says where that is from."""
+
+    make: Callable[[Path], str]
+    files: tuple[str, ...] = ()
+
+    def __call__(self, results: Path) -> str:
+        table = self.make(results)
+        if not table:
+            return ""
+        firsts = [run for name in self.files for run in read_rows(results / name)[1][:1]]
+        return "\n\n".join([table, *([provenance(firsts)] if firsts else [])])
+
+
+def status_or(row: Any, name: str) -> object:
+    """A row's value, or why there is none; None where there is no row."""
+    return None if row is None else row[name] if row.ok else row.status.upper()
+
+
+def percent(share: float | None, signed: bool = False) -> str | None:
+    """0.256 -> "26%"; signed, "+25.6%"."""
+    return None if share is None else f"{share:+.1%}" if signed else f"{share:.0%}"
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    """over / under, or None where one of them is missing or the second is 0."""
+    return over / under if over is not None and under else None
+
+
+# ---- Sentences -------------------------------------------------------------------------------------------------------
+
+# Names that have digits in them, and are no measurements.
+NAMES_WITH_DIGITS = re.compile(
+    r"FlashAttention-2|ZeRO-[123]|FSDP2|(?:b?float|bf|fp|tf)(?:16|32|64)|AdamW|all-to-1|L2 cache|N²|log2|√L", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """`text` with every number that it has from rows in `values`, as they are written there."""
+
+    text: str
+    values: tuple[str, ...] = field(default=())
+
+
+def say(template: str, **values: Any) -> Sentence | None:
+    """The template with rows' values in its `{names}`; None where one of the values is missing.
+
+    Floats are written as in the tables, whole numbers with thousands' commas. Raises ValueError for a digit in the
+    template itself: a number in prose must come from rows.
+    """
+    bare = NAMES_WITH_DIGITS.sub("", re.sub(r"\{\w+\}", "", template))
+    if re.search(r"\d", bare):
+        raise ValueError(f"template={template!r}: numbers must come from rows")
+    if any(value is None for value in values.values()):
+        return None
+    shown = {name: f"{value:,}" if type(value) is int else format_value(value) for name, value in values.items()}
+    return Sentence(template.format(**shown), tuple(shown.values()))
+
+
+def enumerate_words(words: Sequence[str]) -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
