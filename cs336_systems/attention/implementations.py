@@ -58,11 +58,12 @@ def _is_hopper(device: torch.device) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_capability(device) if is_gpu else (0, 0)
 
 
 def _why_not_hopper(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda" or not _is_hopper(device):
+    if not _is_hopper(device):
         where = f"the tensors are on {device.type}" if device.type != "cuda" else "one of the two is another"
         needed = f"GPUs of compute capability 9.0 (H100, H200) and Triton {_KNOWN_TRITON}"
         return f"its kernels are for {needed}, and {where}"
