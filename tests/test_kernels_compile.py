@@ -32,6 +32,7 @@ class Case(NamedTuple):
 
 WIDTHS = {
     "_cross_entropy_kernel": (100, 10_000, 151_936),
+    "_adamw_kernel": (4096,),
 }
 
 
@@ -39,7 +40,7 @@ def launch(case: Case) -> None:
     """Calls the launch code that ends in the case's kernel, on tensors without memory."""
     import torch
 
-    from cs336_systems.kernels import linear_cross_entropy
+    from cs336_systems.kernels import adamw, linear_cross_entropy
 
     dtype = getattr(torch, case.dtype)
 
@@ -47,7 +48,9 @@ def launch(case: Case) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     rows = 256
-    if case.kernel == "_cross_entropy_kernel":
+    if case.kernel == "_adamw_kernel":
+        adamw._launch_adamw([[0, 0, 0, 0, case.width, 0, 0, 0]], (dtype,) * 4, True, torch.device("cpu"))
+    elif case.kernel == "_cross_entropy_kernel":
         targets, losses = tensor(rows, dtype=torch.int64), tensor(rows, dtype=torch.float32)
         linear_cross_entropy._launch_cross_entropy(tensor(rows, case.width), targets, losses, -100, True)
 
@@ -121,6 +124,7 @@ def problems(results: dict[Case, dict[str, Any]]) -> list[str]:
 
 
 SLICE = [
+    Case(80, "bfloat16", "_adamw_kernel", 4096),
     Case(90, "bfloat16", "_cross_entropy_kernel", 151_936),
 ]
 
