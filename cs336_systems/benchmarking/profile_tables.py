@@ -19,30 +19,33 @@ def _cell(row: Any) -> str:
     return f"{row.size}, {row.ctx}"
 
 
-def nsys(results: Path) -> str:
-    """Each profiled step: its time with and without nsys, and what its kernels do."""
-    rows, _ = read_rows(results / STEPS)
-    body = [
-        [
-            _cell(row),
-            status_or(row, "step_benchmark_ms"),
-            row.step_ms,
-            percent(row.slowdown, signed=True),
-            row.forward_benchmark_ms,
-            row.forward_kernel_ms,
-            row.kernels,
-            percent(row.forward_matmul_share),
-            percent(row.step_matmul_share),
-            row.softmax_time_ratio,
-            row.softmax_flop_ratio,
-            percent(row.waiting_share),
-            row.binding,
+def profiled_steps(path: str, profiler: str = "nsys") -> Callable[[Path], str]:
+    """Each profiled step: its time with and without the profiler, and what its kernels do."""
+
+    def make(results: Path) -> str:
+        body = [
+            [
+                _cell(row),
+                status_or(row, "step_benchmark_ms"),
+                row.step_ms,
+                percent(row.slowdown, signed=True),
+                row.forward_benchmark_ms,
+                row.forward_kernel_ms,
+                row.kernels,
+                percent(row.forward_matmul_share),
+                percent(row.step_matmul_share),
+                row.softmax_time_ratio,
+                row.softmax_flop_ratio,
+                percent(row.waiting_share),
+                row.binding,
+            ]
+            for row in read_rows(results / path)[0]
         ]
-        for row in rows
-    ]
-    headings = ["size, ctx", "step ms", "under nsys", "more", "forward ms", "its kernels ms", "kernels a step"]
-    headings += ["products of forward", "of the step", "softmax ÷ attention's products, time", "operations"]
-    return markdown_table([*headings, "waiting for launches", "bound by"], body)
+        headings = ["size, ctx", "step ms", f"under {profiler}", "more", "forward ms", "its kernels ms"]
+        headings += ["kernels a step", "products of forward", "of the step", "softmax ÷ attention's products, time"]
+        return markdown_table([*headings, "operations", "waiting for launches", "bound by"], body)
+
+    return make
 
 
 def agreement(results: Path) -> str:
@@ -51,7 +54,7 @@ def agreement(results: Path) -> str:
     body = [
         [f"{row.range}, {row.kind}", row.first_ms, row.second_ms, percent(row.difference, signed=True)]
         for row in rows
-        if row.range in ("forward", "backward", "optimizer") and row.share >= 0.05
+        if row.range in ("forward", "backward", "optimizer") and (row.share or 0) >= 0.05
     ]
     return markdown_table(["range, class", "nsys ms", "torch.profiler ms", "difference"], body)
 
@@ -142,7 +145,7 @@ CONVERGENCE = "convergence/convergence.json"
 
 memory = Table(memory_rows([MEMORY]), (MEMORY,))
 PROFILE_BLOCKS: dict[str, Table] = {
-    "nsys": Table(nsys, (STEPS,)),
+    "nsys": Table(profiled_steps(STEPS), (STEPS,)),
     "agreement": Table(agreement, (AGREEMENT,)),
     "checkpointing": Table(checkpointing, (CHECKPOINTING,)),
     "memory-by-formula": Table(memory_by_formula, (MEMORY_CHECK,)),

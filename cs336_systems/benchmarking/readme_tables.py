@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,41 +121,58 @@ def _leaderboard(results: Path) -> str:
     return markdown_table(headings, body)
 
 
-def _shapes(folder: str) -> Block:
-    """Each implementation by shape, length and pass, of one results folder."""
+def _shapes(*files: str) -> Block:
+    """Each implementation by shape, length and pass; of two runs the mean of their medians ± half their difference."""
 
     def make(results: Path) -> str:
-        rows, _ = read_rows(results / folder / "flash_benchmark.json")
+        rows = [row for file in files for row in read_rows(results / file)[0]]
         names = list(dict.fromkeys(row.implementation for row in rows))
         body = []
         for shape in dict.fromkeys((row.heads, row.head_dim, row.length, row.phase) for row in rows):
             heads, head_dim, length, phase = shape
-            cells = {
-                row.implementation: f"{format_value(row.median_ms)} ({row.tflops:.0f})"
-                for row in rows
-                if (row.heads, row.head_dim, row.length, row.phase) == shape and row.tflops is not None
-            }
-            body.append([f"{heads} × {head_dim}, {length:,}, {phase}", *(cells.get(name) for name in names)])
-        precision = rows[0].precision if rows else ""
-        return markdown_table([f"{precision}: heads × head_dim, length, pass", *names], body)
+            of_shape = [row for row in rows if (row.heads, row.head_dim, row.length, row.phase) == shape]
+            cells = [_times([row for row in of_shape if row.implementation == name]) for name in names]
+            body.append([f"{heads} × {head_dim}, {length:,}, {phase}", *cells])
+        kind = f"{rows[0].precision}, {'causal' if rows[0].is_causal else 'not causal'}" if rows else ""
+        return markdown_table([f"{kind}: heads × head_dim, length, pass", *names], body)
 
     return make
 
 
-def _flash_by_length(results: Path) -> str:
-    """FlashAttention-2's time over SDPA's, one head, over lengths: below 1 the project's is faster."""
-    rows, _ = read_rows(results / FLASH)
-    times = {(row.implementation, row.head_dim, row.phase, row.length): row.median_ms for row in rows}
-    lengths = sorted({row.length for row in rows})
-    body = []
-    for head_dim in sorted({row.head_dim for row in rows}):
-        for phase in ("forward", "backward", "both"):
-            pairs = [
-                [times.get((name, head_dim, phase, n)) for name in ("flash-triton", "sdpa-flash")] for n in lengths
-            ]
-            body.append([f"{head_dim}, {phase}", *(f"{ours / theirs:.2f}" if ours and theirs else None
-                                                    for ours, theirs in pairs)])  # fmt: skip
-    return markdown_table(["head_dim, pass", *map(str, lengths)], body)
+def _times(rows: Sequence[Any]) -> str | None:
+    """Milliseconds and, in brackets, TFLOP/s of one shape's rows, one a run."""
+    times = [row.median_ms for row in rows if row.median_ms]
+    if not times:
+        return None
+    mean = statistics.fmean(times)
+    tflops = statistics.fmean([row.median_ms * row.tflops for row in rows if row.median_ms]) / mean
+    spread = f" ± {(max(times) - min(times)) / 2:.2g}" if len(times) > 1 else ""
+    return f"{format_value(mean)}{spread} ({tflops:.0f})"
+
+
+def _by_length(file: str, precision: str, ours: str, theirs: str) -> Block:
+    """One implementation's time over another's, one head, over lengths: below 1 the former is faster."""
+
+    def make(results: Path) -> str:
+        rows = [row for row in read_rows(results / file)[0] if row.precision == precision]
+        if not {ours, theirs} <= {row.implementation for row in rows}:
+            return ""
+        times = {(row.implementation, row.head_dim, row.phase, row.length): row.median_ms for row in rows}
+        lengths = sorted({row.length for row in rows})
+        body = []
+        for head_dim, phase in sorted({(row.head_dim, row.phase) for row in rows}, key=_by_head_dim_and_phase):
+            pairs = [[times.get((name, head_dim, phase, n)) for name in (ours, theirs)] for n in lengths]
+            quotients = [f"{first / second:.2f}" if first and second else None for first, second in pairs]
+            body.append([f"{head_dim}, {phase}", *quotients])
+        what = "kernels" if rows[0].timed == "kernels" else "calls"
+        heading = f"{what}, {precision}, `{ours}` over `{theirs}`: head_dim, pass"
+        return markdown_table([heading, *map(str, lengths)], body)
+
+    return make
+
+
+def _by_head_dim_and_phase(key: tuple[int, str]) -> tuple[int, int]:
+    return key[0], ("forward", "backward", "both").index(key[1])
 
 
 # ---- Several GPUs ----------------------------------------------------------------------------------------------------
@@ -163,7 +181,7 @@ def _flash_by_length(results: Path) -> str:
 def _all_reduce(results: Path) -> str:
     """Time and bus bandwidth by buffer size and number of ranks, and the line through the times."""
     rows, _ = read_rows(results / ALL_REDUCE)
-    fits, _ = read_rows(results / ALL_REDUCE_FIT)
+    fits = [fit for fit in read_rows(results / ALL_REDUCE_FIT)[0] if fit.bandwidth_gb_per_s is not None]
     ranks = list(dict.fromkeys(row.world_size for row in rows))
     cells = {
         (row.size_mb, row.world_size): f"{format_value(row.median_ms)} ms ({row.bus_gb_per_s:.0f} GB/s)"
@@ -245,24 +263,34 @@ def _sharding_memory(*files: str) -> Block:
     return make
 
 
+def scaling_by_kind(kind: str, results: Path) -> str:
+    """Weak or strong scaling, a table a size; runs on machines of one, two, four and eight GPUs share it."""
+    rows = [row for path in _scaling_files(results, kind) for row in read_rows(path)[0]]
+    parts = []
+    for size, ctx in dict.fromkeys((row.size, row.ctx) for row in rows):
+        these = [row for row in rows if (row.size, row.ctx) == (size, ctx)]
+        total = f"{these[0].world_size * these[0].batch_size} sequences over all ranks"
+        batch = f"{these[0].batch_size} sequences a rank" if kind == "weak" else total
+        parts += [f"{kind.capitalize()} scaling, {size} at context {ctx}, {batch}:", scaling_table(these)]
+    return "\n\n".join(parts)
+
+
+def _scaling_files(results: Path, kind: str) -> list[Path]:
+    return sorted((results / "scaling" / kind).rglob("scaling.json"))
+
+
 def scaling(results: Path) -> str:
-    """Weak and strong scaling, a table a size; runs on machines of one, two, four and eight GPUs share it."""
+    """Both kinds of scaling, and all runs that they are from."""
     parts = []
     for kind in ("weak", "strong"):
-        files = [read_rows(path) for path in sorted((results / "scaling" / kind).rglob("scaling.json"))]
-        everything = [row for rows, _ in files for row in rows]
-        for size, ctx in dict.fromkeys((row.size, row.ctx) for row in everything):
-            rows = [row for row in everything if (row.size, row.ctx) == (size, ctx)]
-            total = f"{rows[0].world_size * rows[0].batch_size} sequences over all ranks"
-            batch = f"{rows[0].batch_size} sequences a rank" if kind == "weak" else total
-            parts += [f"{kind.capitalize()} scaling, {size} at context {ctx}, {batch}:", scaling_table(rows)]
-        parts += [provenance(runs) for _, runs in files]
-    return "\n\n".join(parts)
+        parts += [scaling_by_kind(kind, results)]
+        parts += [provenance(read_rows(path)[1]) for path in _scaling_files(results, kind)]
+    return "\n\n".join(filter(None, parts))
 
 
 SIZES, MODES, WARMUP, COMPILE = (f"benchmark/{name}/benchmark.json" for name in ("sizes", "modes", "warmup", "compile"))
 LEADERBOARD = "leaderboard_attention/leaderboard_attention.json"
-FLASH = "flash_benchmark/flash_benchmark.json"
+FLASH, FLASH_KERNELS = "flash_benchmark/flash_benchmark.json", "flash_kernels/flash_benchmark.json"
 ALL_REDUCE, ALL_REDUCE_FIT = "all_reduce/all_reduce.json", "all_reduce/all_reduce_fit.json"
 # With those of runs of their own for bf16.
 SHARDED = ("sharded_optimizer/sharded_optimizer.json", "sharded_optimizer/bf16/sharded_optimizer.json")
@@ -275,7 +303,14 @@ def of_memory(files: Sequence[str]) -> tuple[str, ...]:
 
 
 ANCHORS = {
-    name: Table(_shapes(name), (f"{name}/flash_benchmark.json",)) for name in ("flash_anchors", "flash_anchors_fp32")
+    name: Table(_shapes(*files), files)
+    for name in ("flash_anchors", "flash_anchors_not_causal", "flash_anchors_fp32")
+    if (files := (f"{name}/flash_benchmark.json", f"{name}_repeat/flash_benchmark.json"))
+}
+BY_LENGTH = {
+    "kernels": Table(_by_length(FLASH_KERNELS, "bf16", "flash-triton", "sdpa-flash"), (FLASH_KERNELS,)),
+    "bf16": Table(_by_length(FLASH, "bf16", "flash-triton", "sdpa-flash"), (FLASH,)),
+    "fp32": Table(_by_length(FLASH, "fp32", "flash-triton", "sdpa-efficient"), (FLASH,)),
 }
 SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("in_place", "fp32", "bf16")}
 
@@ -291,7 +326,7 @@ BLOCKS: dict[str, Block] = {
     "warmup-at-256": Table(_warmup_at_256),
     "leaderboard": Table(_leaderboard, (LEADERBOARD,)),
     "flash-anchors": _joined([*ANCHORS.values()]),
-    "flash-by-length": Table(_flash_by_length, (FLASH,)),
+    "flash-by-length": _joined([*BY_LENGTH.values()]),
     "all-reduce": Table(_all_reduce, (ALL_REDUCE,)),
     "data-parallel": _joined([*SCHEMES.values()]),
     "scaling": scaling,

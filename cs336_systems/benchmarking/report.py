@@ -1,0 +1,38 @@
+"""REPORT.md: the assignment item by item, from the rows of a results folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cs336_systems.benchmarking import report_memory, report_model, report_parallel
+from cs336_systems.benchmarking.report_attention import ATTENTION_ITEMS, KERNEL_ITEM
+from cs336_systems.benchmarking.report_parts import Item, item_markdown
+
+ITEMS: tuple[Item, ...] = (
+    *report_model.ITEMS,
+    *report_memory.ITEMS,
+    *ATTENTION_ITEMS,
+    *report_parallel.ITEMS,
+    KERNEL_ITEM,
+)
+
+_HEAD = """# Report
+
+What the assignment asks to be measured, item by item, and what was found. `python scripts/report.py` writes this file
+from the rows under [{results}]({results}): tables, pictures, and every number in a sentence. Under each part stand the
+commands that made its rows, as they were typed, and the machines that ran them. For a report of your own machine,
+`python scripts/reproduce.py` runs what fits it."""
+
+
+def report(results: Path, folder: Path) -> str:
+    """The report's Markdown from the rows under `results`, with links that hold in a file in `folder`.
+
+    Raises ValueError where `results` is no folder, or a file in it is no results file.
+    """
+    if not results.is_dir():
+        raise ValueError(
+            f"results={str(results)!r}: must be a folder of measurements, as scripts/reproduce.py makes it"
+        )
+    shown = results.relative_to(folder).as_posix() if results.is_relative_to(folder) else results.as_posix()
+    items = [item_markdown(item, results, folder) for item in ITEMS]
+    return "\n\n".join([_HEAD.format(results=shown), *items]) + "\n"

@@ -1,0 +1,319 @@
+"""The report's items on the model: the end-to-end benchmark, nsys, and what low precision does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.benchmarking.layer_norm_precision import LAYER_NORM_COLUMNS
+from cs336_systems.benchmarking.mixed_precision import ACCUMULATION_COLUMNS, DTYPE_COLUMNS
+from cs336_systems.benchmarking.profile_tables import (
+    AGREEMENT,
+    CONVERGENCE,
+    PRECISIONS,
+    PROFILE_BLOCKS,
+    STEPS,
+    profiled_steps,
+)
+from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order
+from cs336_systems.benchmarking.report_parts import Item, Part
+from cs336_systems.benchmarking.report_rows import (
+    Sentence,
+    enumerate_words,
+    markdown_table,
+    percent,
+    ratio,
+    read_rows,
+    say,
+    status_or,
+)
+
+
+def bare(name: str) -> Block:
+    """A block of the README without the lines under it that say where it is from."""
+    return BLOCKS[name].make  # ty: ignore[missing-attribute]
+
+
+def columns_of(path: str, columns: dict[str, str]) -> Block:
+    """All rows of a file, by the given columns (field to heading)."""
+    return lambda results: markdown_table(
+        list(columns.values()), [[row[name] for name in columns] for row in read_rows(results / path)[0]]
+    )
+
+
+def span(pairs: Sequence[tuple[float | None, str]]) -> dict[str, Any]:
+    """The least and the largest of labelled values: low, low_of, high, high_of; all None where there are none."""
+    known = sorted((value, label) for value, label in pairs if value is not None)
+    if not known:
+        return dict.fromkeys(("low", "low_of", "high", "high_of"))
+    return {"low": known[0][0], "low_of": known[0][1], "high": known[-1][0], "high_of": known[-1][1]}
+
+
+def failures(rows: Sequence[Any], label: str = "cell") -> Sentence | None:
+    """How many rows have no measurement, and why."""
+    lost = [row for row in rows if not row.ok]
+    kinds = {status: sum(row.status == status for row in lost) for status in dict.fromkeys(row.status for row in lost)}
+    listed = enumerate_words([f"{count} {status}" for status, count in kinds.items()])
+    return say("Of {n} {label}s, {listed}.", n=len(rows), label=label, listed=listed) if lost else None
+
+
+# ---- 1: the end-to-end benchmark -------------------------------------------------------------------------------------
+
+
+def _answer_sizes(results: Path) -> list[Sentence | None]:
+    rows = read_rows(results / SIZES)[0]
+    done = [row for row in rows if row.ok and row.mode == "train-step"]
+    if not done:
+        return [failures(rows)]
+    contexts = sorted({row.ctx for row in done})
+    ctx = 256 if 256 in contexts else contexts[0]
+    at = {row.size: row for row in done if row.ctx == ctx and row.precision == "fp32"}
+    sizes = [size for size in in_order(done) if size in at]
+    answers: list[Sentence | None] = []
+    if sizes:
+        first, last = at[sizes[0]], at[sizes[-1]]
+        phases = {name: percent(ratio(last[f"{name}_mean_ms"], last.step_mean_ms))
+                  for name in ("forward", "backward", "optimizer")}  # fmt: skip
+        answers += [
+            say("A training step at context {ctx} in fp32 takes {ms} ± {std} ms for {size}.", ctx=ctx,
+                ms=first.step_mean_ms, std=first.step_std_ms, size=first.size),
+            say("For {size} it takes {ms} ± {std} ms: forward {forward}, backward {backward}, optimizer {optimizer}.",
+                size=last.size, ms=last.step_mean_ms, std=last.step_std_ms, **phases) if last is not first else None,
+            say("Backward takes {low} ({low_of}) to {high} ({high_of}) times as long as forward.",
+                **span([(ratio(at[size].backward_mean_ms, at[size].forward_mean_ms), size) for size in sizes])),
+        ]  # fmt: skip
+    spread = span([(ratio(row.step_std_ms, row.step_mean_ms), f"{row.size}, {row.ctx}, {row.precision}")
+                   for row in done])  # fmt: skip
+    answers += [
+        say("Over all cells the deviation is at most {high} of the mean ({of}).", high=percent(spread["high"]),
+            of=spread["high_of"]),
+        *_precision_speed(done),
+        failures(rows),
+    ]  # fmt: skip
+    return answers
+
+
+def _precision_speed(rows: Sequence[Any]) -> list[Sentence | None]:
+    """How much faster bf16 is than fp32, by cells that differ in nothing else."""
+    fp32 = {(row.size, row.ctx, row.attention): row for row in rows if row.precision == "fp32"}
+    pairs = [
+        (ratio(base.step_mean_ms, row.step_mean_ms), f"{row.size} at context {row.ctx}")
+        for row in rows
+        if row.precision == "bf16" and (base := fp32.get((row.size, row.ctx, row.attention)))
+    ]
+    slower = sum(value is not None and value < 1 for value, _ in pairs)
+    return [
+        say("In bf16 the step is {low} ({low_of}) to {high} times ({high_of}) as fast.", **span(pairs)),
+        say("In {n} of {all} cells bf16 is slower than fp32.", n=slower, all=len(pairs)) if slower else None,
+    ]
+
+
+def _modes_table(results: Path) -> str:
+    rows = read_rows(results / MODES)[0]
+    by_cell = {(row.size, row.precision, row.mode): row for row in rows}
+    body = [
+        [size, precision]
+        + [
+            status_or(by_cell.get((size, precision, mode)), name)
+            for mode in ("forward", "forward-backward")
+            for name in ("step_mean_ms", "step_std_ms", "peak_memory_gib")
+        ]
+        for size in in_order(rows)
+        for precision in dict.fromkeys(row.precision for row in rows)
+    ]
+    headings = ["size", "precision", "forward ms", "± ms", "peak GiB", "with backward ms", "± ms", "peak GiB"]
+    return markdown_table(headings, body)
+
+
+def _answer_modes(results: Path) -> list[Sentence | None]:
+    rows = [row for row in read_rows(results / MODES)[0] if row.precision == "fp32"]
+    size = (in_order([row for row in rows if row.ok]) or [None])[-1]
+    cells = {row.mode: row for row in rows if row.size == size}
+    if not {"forward", "forward-backward"} <= set(cells):
+        return []
+    forward, both = cells["forward"], cells["forward-backward"]
+    return [
+        say("Without autograd, forward alone takes {ms} ms for {size} and peaks at {gib} GiB.", ms=forward.step_mean_ms,
+            size=size, gib=forward.peak_memory_gib),
+        say("With loss and backward it is {ms} ms and {gib} GiB, for what forward keeps and the gradients.",
+            ms=both.step_mean_ms, gib=both.peak_memory_gib),
+    ]  # fmt: skip
+
+
+def _answer_warmup(results: Path) -> list[Sentence | None]:
+    rows = [row for row in read_rows(results / WARMUP)[0] if row.ok]
+    counts = sorted({row.warmup for row in rows})
+    by_cell = {(row.size, row.warmup): row for row in rows}
+    if len(counts) < 2:
+        return []
+    first, second, last = counts[0], counts[1], counts[-1]
+    size = in_order(rows)[-1]
+    cold, warm = by_cell.get((size, first)), by_cell.get((size, second))
+    off = [(abs(change - 1), name) for name in in_order(rows)
+           if (a := by_cell.get((name, second))) and (b := by_cell.get((name, last)))
+           and (change := ratio(a.step_mean_ms, b.step_mean_ms)) is not None]  # fmt: skip
+    furthest = span(off)
+    return [
+        say("With {first} warm-up steps the mean of {steps} steps of {size} is {a} ± {b} ms, with {second} it is "
+            "{c} ± {d} ms.", first=first, steps=cold.steps, size=size, a=cold.step_mean_ms, b=cold.step_std_ms,
+            second=second, c=warm.step_mean_ms, d=warm.step_std_ms) if cold and warm else None,
+        say("The first step of a process pays once for loading kernels, for the libraries' handles and workspaces, and "
+            "for the allocator's first requests; averaged in, it moves the mean and hides the deviation."),
+        say("With {second} the means are within {off} of those with {last} (furthest: {of}).", second=second, last=last,
+            off=percent(furthest["high"]), of=furthest["high_of"]),
+    ]  # fmt: skip
+
+
+def _answer_compile(results: Path) -> list[Sentence | None]:
+    rows = [row for row in read_rows(results / COMPILE)[0] if row.ok]
+    eager = {(row.size, row.precision): row for row in rows if row.compile == "off"}
+    answers = []
+    for precision in dict.fromkeys(row.precision for row in rows):
+        pairs = [(ratio(base.step_mean_ms, row.step_mean_ms), row.size) for row in rows
+                 if row.compile == "on" and row.precision == precision
+                 and (base := eager.get((row.size, precision)))]  # fmt: skip
+        answers.append(say("Compiled, the {precision} step is {low} ({low_of}) to {high} times ({high_of}) as fast.",
+                           precision=precision, **span(pairs)))  # fmt: skip
+    return answers
+
+
+# ---- 2: nsys ---------------------------------------------------------------------------------------------------------
+
+
+def _answer_steps(path: str, profiler: str):
+    def answer(results: Path) -> list[Sentence | None]:
+        rows = read_rows(results / path)[0]
+        done = [row for row in rows if row.ok]
+        chosen = dict.fromkeys(source for row in (done[:1] + done[-1:]) if (source := row.source))
+        by_source = {row.source: row for row in done}
+        return [sentence for source in chosen for sentence in _one_step(by_source[source], profiler)] + [failures(rows)]
+
+    return answer
+
+
+def _one_step(row: Any, profiler: str) -> list[Sentence | None]:
+    same = {True: "it leads in the whole step too", False: "in the whole step another one leads"}.get(row.same_leader)
+    return [
+        say("{size} at context {ctx}, {mode} in {precision}:", size=row.size, ctx=row.ctx, mode=row.mode,
+            precision=row.precision),
+        say("(a) forward takes {ms} ms under {profiler}, and {bench} ms in the benchmark.", ms=row.forward_ms,
+            profiler=profiler, bench=row.forward_benchmark_ms)
+        or say("(a) forward takes {ms} ms under {profiler}, and its kernels run for {kernels} ms of that.",
+               ms=row.forward_ms, kernels=row.forward_kernel_ms, profiler=profiler),
+        say("(b) In forward most time goes to `{leader}`: {share}, in {count} launches; {same}.",
+            leader=row.forward_leader, share=percent(row.forward_leader_share),
+            count=None if row.forward_leader_count is None else f"{row.forward_leader_count:g}", same=same),
+        say("(c) Besides matrix products, forward spends its kernel time on {others}.", others=row.forward_others or
+            None),
+        say("(d) Matrix products take {forward} of forward's kernel time and {step} of the step's.",
+            forward=percent(row.forward_matmul_share), step=percent(row.step_matmul_share)),
+        say("(e) Softmax takes {time} times as long as attention's two matrix products, for {flops} times their FLOPs: "
+            "it moves as many bytes, and computes little with them.", time=row.softmax_time_ratio,
+            flops=row.softmax_flop_ratio),
+        say("What binds the step is {binding}; for {waiting} of it the card waits for launches.", binding=row.binding,
+            waiting=percent(row.waiting_share)),
+    ]  # fmt: skip
+
+
+# ---- 3: precision ----------------------------------------------------------------------------------------------------
+
+
+def _answer_sums(results: Path) -> list[Sentence | None]:
+    rows = {(row.sum_dtype, row.term_dtype, row.is_cast_first): row for row in read_rows(results / ACCUMULATION)[0]}
+    wanted = [("float32", "float32", False), ("float16", "float16", False), ("float32", "float16", False),
+              ("float32", "float16", True)]  # fmt: skip
+    if not set(wanted) <= set(rows):
+        return []
+    full, half, mixed, cast = (rows[key] for key in wanted)
+    return [
+        say("{n} terms add up to {full} in float32 and to {half} in float16: a float16 sum rounds at every addition.",
+            n=full.n_terms, full=full.result_to_4_places, half=half.result_to_4_places),
+        say("float16 terms in a float32 sum give {mixed}, and {cast} if each is cast first: what is wrong was lost as "
+            "the term was rounded, and casting does not bring it back.", mixed=mixed.result_to_4_places,
+            cast=cast.result_to_4_places),
+    ]  # fmt: skip
+
+
+def _answer_dtypes(results: Path) -> list[Sentence | None]:
+    rows = {row.tensor: row for row in read_rows(results / DTYPES)[0]}
+    names = ("parameters", "first layer's output", "LayerNorm's output", "logits", "loss",
+             "gradients of the parameters")  # fmt: skip
+    listed = [f"{name} {rows[name].float16}" for name in names if name in rows]
+    return [say("Under float16 autocast: {listed}.", listed=enumerate_words(listed) or None)]
+
+
+def _answer_precisions(results: Path) -> list[Sentence | None]:
+    rows = read_rows(results / PRECISIONS)[0]
+    return [*_precision_speed([row for row in rows if row.ok]), failures(rows)]
+
+
+def _answer_convergence(results: Path) -> list[Sentence | None]:
+    rows = read_rows(results / CONVERGENCE)[0]
+    done = [row for row in rows if row.ok and row.validation_loss is not None]
+    if not done:
+        return [failures(rows, "run")]
+    losses: dict[str, dict[int, float]] = {}
+    for row in done:
+        losses.setdefault(row.variant, {})[row.seed] = row.validation_loss
+    first = done[0].variant
+    off = {}
+    for variant, by_seed in losses.items():
+        shared = [loss - losses[first][seed] for seed, loss in by_seed.items() if seed in losses[first]]
+        if variant != first and shared:
+            off[variant] = sum(shared) / len(shared)
+    close = span([(abs(value), variant) for variant, value in off.items() if variant != "fp16-unscaled"])
+    seeds = losses[first].values()
+    zeros = [row.zero_gradient_share for row in done if row.variant == "fp16-unscaled"]
+    return [
+        say("Over the same seeds the mean validation loss differs from {first}'s by at most {off} nats ({of}); from "
+            "seed to seed it differs by {seeds}.", first=first, off=_fixed(close["high"]), of=close["high_of"],
+            seeds=_fixed(max(seeds) - min(seeds)) if len(seeds) > 1 else None),
+        say("float16 without loss scaling ends {off} nats from {first}: up to {zeros} of its gradients are zero.",
+            off=_fixed(off.get("fp16-unscaled"), signed=True), first=first,
+            zeros=None if not zeros or None in zeros else f"{max(zeros):.2%}"),
+        failures(rows, "run"),
+    ]  # fmt: skip
+
+
+def _fixed(loss: float | None, signed: bool = False) -> str | None:
+    return None if loss is None else f"{loss:+.4f}" if signed else f"{loss:.4f}"
+
+
+ACCUMULATION, DTYPES, LAYER_NORM = (f"mixed_precision/{name}.json" for name in ("accumulation", "dtypes", "layer_norm"))
+KERNELS = "kernels/steps.json"
+
+ITEMS = (
+    Item(1, "End-to-end benchmark", ("benchmarking_script",),
+         "how long do the forward pass, the backward pass and the optimizer step of each size take, on average and "
+         "with what deviation; what does leaving out warm-up steps change; what do torch.compile and bfloat16 bring?",
+         (Part("Sizes, contexts and precisions", "benchmark/sizes", (SIZES,),
+               (bare("step-at-256"), bare("step-by-context")),
+               (("Phases by size, context and precision", "benchmark/sizes/benchmark.png"),), _answer_sizes),
+          Part("Forward alone, and with backward", "benchmark/modes", (MODES,), (_modes_table,), (), _answer_modes),
+          Part("Warm-up", "benchmark/warmup", (WARMUP,), (bare("warmup-at-256"),),
+               (("Steps by warm-up", "benchmark/warmup/benchmark.png"),), _answer_warmup),
+          Part("torch.compile", "benchmark/compile", (COMPILE,), (bare("compile-at-256"),), (), _answer_compile))),
+    Item(2, "Profiling with nsys", ("nsys_profile",),
+         "from a profiler's report of a step: (a) how long is forward, against the benchmark; (b) which kernel takes "
+         "the most time in forward, and how often does it run; (c) which kernels besides matrix products matter; (d) "
+         "what share do matrix products have in forward and in a whole step; (e) how does softmax compare with "
+         "attention's matrix products, in time and in FLOPs?",
+         (Part("Under Nsight Systems", "nsys", (STEPS,), (profiled_steps(STEPS),),
+               (("Kernels of one step over time", "nsys/*.png"),), _answer_steps(STEPS, "nsys")),
+          Part("Without nsys: torch.profiler", "kernels", (KERNELS,), (profiled_steps(KERNELS, "it"),),
+               (("Kernels of one step over time", "kernels/*.png"),), _answer_steps(KERNELS, "torch.profiler")),
+          Part("The two profilers side by side", None, (AGREEMENT,), (PROFILE_BLOCKS["agreement"].make,)))),
+    Item(3, "Precision", ("mixed_precision_accumulation", "benchmarking_mixed_precision"),
+         "what becomes of a thousand small terms summed in float32 and float16; which dtypes does a toy model have "
+         "under autocast, and which parts of LayerNorm need float32; how fast is the model in low precision?",
+         (Part("Sums", "mixed_precision", (ACCUMULATION,), (columns_of(ACCUMULATION, ACCUMULATION_COLUMNS),), (),
+               _answer_sums),
+          Part("Dtypes under autocast", None, (DTYPES,), (columns_of(DTYPES, DTYPE_COLUMNS),), (), _answer_dtypes),
+          Part("LayerNorm's parts", None, (LAYER_NORM,), (columns_of(LAYER_NORM, LAYER_NORM_COLUMNS),)),
+          Part("The benchmark in each precision", None, (PRECISIONS,), (PROFILE_BLOCKS["mixed-precision"].make,),
+               (("Phases in each precision", "mixed_precision/benchmark.png"),), _answer_precisions),
+          Part("Losses in each precision, and under each technique", "convergence", (CONVERGENCE,),
+               (PROFILE_BLOCKS["convergence"].make,), (("Loss curves", "convergence/convergence.png"),),
+               _answer_convergence))),
+)  # fmt: skip
