@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.benchmarking import readme_tables
+from cs336_systems.benchmarking import parallel_tables
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
 from cs336_systems.benchmarking.scaling import efficiency, plot_scaling, scaling_table, write_scaling
 from cs336_systems.benchmarking.sharding_cells import ShardingRow
@@ -82,7 +82,7 @@ def test_strong_scaling_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_the_readme_joins_runs_of_several_machines(tmp_path: Path) -> None:
-    assert readme_tables.scaling(tmp_path) == ""
+    assert parallel_tables.scaling(tmp_path) == ""
     for folder, rows in (
         ("weak/two", [_row("none", 1, 700.0), _row("ddp", 1, 707.0), _row("ddp", 2, 714.0)]),
         ("weak/eight", [_row("none", 8, 710.0), _row("ddp", 8, 875.0)]),
@@ -91,7 +91,7 @@ def test_the_readme_joins_runs_of_several_machines(tmp_path: Path) -> None:
         results = ResultsFile(tmp_path / "scaling" / folder, "scaling", ShardingRow, collect_provenance("x", "cpu"))
         for row in rows:
             results.append(row)
-    text = readme_tables.scaling(tmp_path)
+    text = parallel_tables.scaling(tmp_path)
     assert "Weak scaling, xl at context 512, 4 sequences a rank:" in text
     assert "| ddp, fp32 | 707 (99%) | 714 (98%) | 875 (80%) |" in text
     assert "Strong scaling, xl at context 512, 8 sequences over all ranks:" in text

@@ -9,7 +9,7 @@ from typing import Any
 
 from cs336_systems.accounting.communication import best_bucket_bytes, fit_linear_cost
 from cs336_systems.accounting.xxl import derivation
-from cs336_systems.benchmarking.readme_tables import (
+from cs336_systems.benchmarking.parallel_tables import (
     ALL_REDUCE,
     ALL_REDUCE_FIT,
     FSDP,
