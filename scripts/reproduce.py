@@ -1,0 +1,81 @@
+"""Measure everything that this machine can, and write its report: the assignment, item by item, with your own numbers.
+
+    python scripts/reproduce.py --dry-run    # what would run, and how long it would take
+    python scripts/reproduce.py              # on a CPU small sizes, on one GPU and on several the full ones
+    python scripts/reproduce.py --only benchmark/sizes all_reduce
+
+What has run is not run again: after Ctrl-C, or a failed step, the same command goes on. A step that fails does not stop
+the others; the status is then 1. The report is written whatever is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cs336_systems.cli import command_line, parse, refusing_bad_input, show, tell
+
+
+@dataclass(frozen=True)
+class Arguments:
+    results: Path = Path("out/reproduce")
+    """Folder for rows, tables, pictures and the report; `results` updates the repository's own, and its README."""
+    only: tuple[str, ...] = ()
+    """Names of steps, e.g. benchmark/sizes; all unless given."""
+    machine: Literal["auto", "cpu", "gpu", "gpus"] = "auto"
+    """cpu, gpu (one), gpus (two or more), or auto: what is here."""
+    dry_run: bool = False
+    """Print the steps and their commands, and run nothing."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.reproduce import plan, plan_table, run_plan, run_script
+    from cs336_systems.benchmarking.reproduce_steps import STEPS, step_named
+    from cs336_systems.records import check_writable
+
+    with refusing_bad_input():
+        steps = tuple(map(step_named, arguments.only)) or STEPS
+        machine = arguments.machine
+        if machine == "auto":
+            from cs336_systems.benchmarking.into_files import resolve_device
+
+            count = resolve_device("auto", command_line())[1].gpu_count
+            machine = "cpu" if count == 0 else "gpu" if count == 1 else "gpus"
+        planned = plan(machine, arguments.results, steps)
+        if not arguments.dry_run:
+            check_writable(arguments.results)
+    show(plan_table(planned))
+    if arguments.dry_run:
+        return
+    try:
+        failed = run_plan(planned, arguments.results, run_script)
+    except KeyboardInterrupt:
+        tell("\nInterrupted; the same command goes on from here.")
+        raise SystemExit(130) from None
+    finally:
+        _write_report(arguments.results)
+    if failed:
+        tell(f"Failed: {', '.join(failed)}. Their messages are above; the same command runs them again.")
+        raise SystemExit(1)
+
+
+def _write_report(results: Path) -> None:
+    """The folder's report; for the repository's own results its README's tables too."""
+    from cs336_systems.benchmarking.readme_tables import fill_blocks
+    from cs336_systems.benchmarking.report import report
+    from cs336_systems.records import write_atomically
+
+    root = Path(__file__).resolve().parents[1]
+    is_own = results.resolve() == root / "results"
+    path = root / "REPORT.md" if is_own else results / "REPORT.md"
+    write_atomically(path, report(results, path.parent))
+    if is_own:
+        readme = root / "README.md"
+        write_atomically(readme, fill_blocks(readme.read_text(encoding="utf-8"), results))
+    tell(f"Report: {path}")
+
+
+if __name__ == "__main__":
+    main()
