@@ -31,8 +31,14 @@ class Case(NamedTuple):
 
 
 WIDTHS = {
-    "_cross_entropy_kernel": (100, 10_000, 151_936),
+    "_cross_entropy_kernel": (100, 151_936),
     "_adamw_kernel": (4096,),
+    "_rms_norm_forward_kernel": (100, 768, 8192),
+    "_rms_norm_backward_kernel": (100, 768, 8192),
+    "_silu_multiply_forward_kernel": (100, 11_008),
+    "_silu_multiply_backward_kernel": (100, 11_008),
+    "_rope_kernel": (16, 80, 128),
+    "_rope_kernel backward": (16, 80, 128),
 }
 
 
@@ -40,19 +46,33 @@ def launch(case: Case) -> None:
     """Calls the launch code that ends in the case's kernel, on tensors without memory."""
     import torch
 
-    from cs336_systems.kernels import adamw, linear_cross_entropy
+    from cs336_systems.kernels import adamw, linear_cross_entropy, rms_norm, rope, swiglu
 
     dtype = getattr(torch, case.dtype)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    rows = 256
-    if case.kernel == "_adamw_kernel":
-        adamw._launch_adamw([[0, 0, 0, 0, case.width, 0, 0, 0]], (dtype,) * 4, True, torch.device("cpu"))
-    elif case.kernel == "_cross_entropy_kernel":
-        targets, losses = tensor(rows, dtype=torch.int64), tensor(rows, dtype=torch.float32)
-        linear_cross_entropy._launch_cross_entropy(tensor(rows, case.width), targets, losses, -100, True)
+    rows, d = 256, case.width
+    x, w, of_rows = tensor(rows, d), tensor(d), tensor(rows, dtype=torch.float32)
+    name = case.kernel
+    if name == "_adamw_kernel":
+        adamw._launch_adamw([[0, 0, 0, 0, d, 0, 0, 0]], (dtype,) * 4, True, torch.device("cpu"))
+    elif name == "_cross_entropy_kernel":
+        targets = tensor(rows, dtype=torch.int64)
+        linear_cross_entropy._launch_cross_entropy(x, targets, of_rows, -100, True)
+    elif name == "_rms_norm_forward_kernel":
+        rms_norm._rms_norm_forward(x, x, w, 1e-5, dtype)
+    elif name == "_rms_norm_backward_kernel":
+        rms_norm._rms_norm_backward(x, x, x, w, of_rows, True)
+    elif name == "_silu_multiply_forward_kernel":
+        swiglu._silu_multiply_forward(x, x)
+    elif name == "_silu_multiply_backward_kernel":
+        swiglu._silu_multiply_backward(x, x, x)
+    else:
+        angles = tensor(rows, d // 2, dtype=torch.float32)
+        q, positions = tensor(2, 8, rows, d), tensor(2, rows, dtype=torch.int64)
+        rope._rope(q, angles, angles, positions, "backward" in name)
 
 
 def compile_case(case: Case) -> dict[str, Any]:
@@ -66,7 +86,8 @@ def compile_case(case: Case) -> dict[str, Any]:
     launches = []
     JITFunction.run = lambda kernel, *args, grid, warmup, **options: launches.append((kernel, args, options))
     launch(case)
-    kernel, args, options = next(x for x in launches if x[0].__name__ == case.kernel)
+    ((kernel, args, options),) = launches
+    assert case.kernel.split()[0] == kernel.__name__
     options = {**options, "debug": False, "instrumentation_mode": ""}
     target = GPUTarget("cuda", case.arch, 32)
     backend = make_backend(target)
@@ -124,6 +145,9 @@ def problems(results: dict[Case, dict[str, Any]]) -> list[str]:
 
 
 SLICE = [
+    Case(75, "float16", "_rms_norm_backward_kernel", 4096),
+    Case(89, "bfloat16", "_rope_kernel backward", 80),
+    Case(120, "float32", "_silu_multiply_backward_kernel", 100),
     Case(80, "bfloat16", "_adamw_kernel", 4096),
     Case(90, "bfloat16", "_cross_entropy_kernel", 151_936),
 ]

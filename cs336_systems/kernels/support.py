@@ -4,6 +4,7 @@ leaves whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,18 @@ def is_intercepted(*tensors: Any) -> bool:
         or torch._C._are_functorch_transforms_active()
         or any(isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
     )
+
+
+@functools.cache
+def n_multiprocessors(device: torch.device) -> int:
+    """Of the GPU; 1 elsewhere, in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """(..., d) -> (n_rows, d) whose rows are contiguous, with any stride between them: a view where that can be."""
+    rows = x.unsqueeze(0).flatten(0, -2)
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def launch(kernel: Any, n_programs: int, *arguments: Any, **constants: Any) -> None:
