@@ -42,10 +42,10 @@ def _step(
     i, dq, q, do, k_ring, v_ring, lse, delta, rows, n_tiles, n_keys, scale_log2,
     MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr, DS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """What tile i of K, which has arrived, and of V add to dQ."""
     k = tile_of(k_ring, i)
     BLOCK_N: gl.constexpr = k.shape[0]
     zero = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S_LAYOUT)
-    wait_for(k_ring, i, True)
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait_for(v_ring, i, True)
     dp = warpgroup_mma(do, tile_of(v_ring, i).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -57,6 +57,9 @@ def _step(
         if IS_CAUSAL:
             is_visible = is_visible & (keys[None, :] <= rows[:, None])
         p = gl.where(is_visible, p, 0.0)
+    # Waiting for the next keys here rather than where they are used keeps ptxas from moving exponentials behind the
+    # wait for dP, as in the forward pass.
+    wait_for(k_ring, i + 1, i + 1 < n_tiles)
     dp, p = warpgroup_mma_wait(0, deps=(dp, p))
     release(v_ring, i)
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(k.dtype), DS_LAYOUT)
@@ -87,6 +90,7 @@ def _consume(
     q = tile_of(q_ring, CONSUMER)
     wait_for(do_ring, CONSUMER, True)
     do = tile_of(do_ring, CONSUMER)
+    wait_for(k_ring, 0, True)
     for i in range(n_masked):
         dq = _step(
             i, dq, q, do, k_ring, v_ring, lse, delta, rows, n_tiles, n_keys, scale_log2,
