@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.kernels.support import check_device, check_tensors, launch, operator, tl, triton
 
-_TILE = 2048  # elements of a head that a program holds at a time
+_TILE = 1024  # elements of a head that a program holds at a time
 _HEADS_A_PROGRAM = 4  # share the cosines and sines that a program reads
 MAX_HEAD_DIM = 1024
 
