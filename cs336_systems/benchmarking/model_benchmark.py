@@ -109,8 +109,9 @@ def cell_label(cell: BenchmarkCell) -> str:
     """What a progress bar calls a cell, e.g. "small ctx 256 train-step bf16"."""
     compiled = {"off": "", "on": " compiled", "blocks": " compiled blocks"}[cell.compile]
     attention = "" if cell.attention == "naive" else f" {cell.attention}"
+    kernels = "" if cell.kernels == "plain" else f" {cell.kernels}"
     checkpoints = f" checkpoint every {cell.checkpoint_every}" if cell.checkpoint_every else ""
-    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{compiled}{checkpoints}"
+    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{kernels}{compiled}{checkpoints}"
 
 
 _PARAMETER_HEADINGS = {
@@ -120,6 +121,7 @@ _PARAMETER_HEADINGS = {
     "mode": "mode",
     "precision": "precision",
     "attention": "attention",
+    "kernels": "kernels",
     "compile": "compile",
     "optimizer": "optimizer",
     "checkpoint_every": "checkpoint every",

@@ -8,7 +8,6 @@ from pathlib import Path
 from cs336_systems.benchmarking.rank_arguments import nccl_label
 from cs336_systems.benchmarking.report_rows import (
     Table,
-    joined,
     markdown_table,
     percent,
     provenance,
@@ -146,10 +145,9 @@ SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("
 
 PARALLEL_BLOCKS: dict[str, Block] = {
     "all-reduce": Table(_all_reduce, (ALL_REDUCE,)),
-    "data-parallel": joined([*SCHEMES.values()]),
+    "data-parallel-in-place": SCHEMES["in_place"],
     "scaling": scaling,
     "sharding": Table(_sharding(*SHARDED, *FSDP), (*SHARDED, *FSDP)),
-    "sharding-memory": Table(_sharding_memory(*of_memory(SHARDED + FSDP))),
 }
 # The sharded optimizer and FSDP apart, as the report has them.
 SHARDED_TABLES = [_sharding(*SHARDED), _sharding_memory(*of_memory(SHARDED))]

@@ -143,7 +143,6 @@ MEMORY, MEMORY_CHECK, MEMORY_2048 = (f"{folder}/memory.json" for folder in ("mem
 PRECISIONS = "mixed_precision/benchmark.json"
 CONVERGENCE = "convergence/convergence.json"
 
-memory = Table(memory_rows([MEMORY]), (MEMORY,))
 PROFILE_BLOCKS: dict[str, Table] = {
     "nsys": Table(profiled_steps(STEPS), (STEPS,)),
     "agreement": Table(agreement, (AGREEMENT,)),

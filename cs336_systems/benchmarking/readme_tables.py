@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.parallel_tables import PARALLEL_BLOCKS, Block
-from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS, memory
-from cs336_systems.benchmarking.report_rows import Table, joined, markdown_table, read_rows, status_or
+from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS
+from cs336_systems.benchmarking.report_rows import Table, markdown_table, read_rows, status_or
 from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.records import format_value
 
@@ -193,9 +193,7 @@ BLOCKS: dict[str, Block] = {
     "compile-at-256": Table(_compile_at_256, (COMPILE,)),
     "warmup-at-256": Table(_warmup_at_256),
     "leaderboard": Table(_leaderboard, (LEADERBOARD,)),
-    "flash-anchors": joined([*ANCHORS.values()]),
-    "flash-by-length": joined([*BY_LENGTH.values()]),
-    "memory": memory,
+    "flash-kernels": BY_LENGTH["kernels"],
     **PARALLEL_BLOCKS,
     **PROFILE_BLOCKS,
 }

@@ -84,11 +84,6 @@ class Table:
         return "\n\n".join([table, *([provenance(firsts)] if firsts else [])])
 
 
-def joined(tables: Sequence[Table]) -> Callable[[Path], str]:
-    """Several tables, those that have rows, one under the other."""
-    return lambda results: "\n\n".join(filter(None, (table(results) for table in tables)))
-
-
 def status_or(row: Any, name: str) -> object:
     """A row's value, or why there is none; None where there is no row."""
     return None if row is None else row[name] if row.ok else row.status.upper()
