@@ -36,3 +36,35 @@ def test_linked_files_and_scripts_exist():
 
 def test_every_script_is_named():
     assert [path.name for path in (ROOT / "scripts").glob("*.py") if f"scripts/{path.name}" not in README] == []
+
+
+def test_the_parts_are_used_as_shown(tmp_path, monkeypatch):
+    import torch
+    from torch import distributed
+
+    from cs336_basics.model import BasicsTransformerLM
+    from cs336_basics.nn_utils import cross_entropy
+
+    start = distributed.init_process_group
+    store = f"file://{tmp_path / 'store'}"
+    monkeypatch.setattr(
+        distributed, "init_process_group", lambda: start("gloo", init_method=store, rank=0, world_size=1)
+    )
+    tokens = torch.randint(11, (2, 9))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    q, k, v = torch.randn(3, 2, 1, 8, 4)
+    names = {"torch": torch, "cross_entropy": cross_entropy, "q": q, "k": k, "v": v, "tokens": inputs}
+    names |= {"inputs": inputs, "targets": targets, "batches": [(inputs, targets)] * 2}
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 3
+    try:
+        for block in blocks:
+            names["model"] = model = BasicsTransformerLM(11, 8, 8, 1, 2, 16)
+            before = model.lm_head.weight.detach().clone()
+            exec(block, names)
+            if "optimizer" in block:
+                assert not torch.equal(model.lm_head.weight, before)
+    finally:
+        distributed.destroy_process_group()
+    assert names["o"].shape == q.shape
+    assert names["weights"].keys() == model.state_dict().keys()
