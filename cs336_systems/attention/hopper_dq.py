@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS, owned_queries
-from cs336_systems.attention.hopper_ring import fetch, make_ring, release, tile_of, wait_for
+from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS, owned_queries, visible
+from cs336_systems.attention.hopper_ring import fetch, make_ring, release, send, tile_of, wait_for
 
 
 @gluon.jit
@@ -52,11 +52,8 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     p = gl.exp2(s * scale_log2 - lse[:, None])
     if MASKED:
-        keys = (n_tiles - 1 - i) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        is_visible = (keys < n_keys)[None, :]
-        if IS_CAUSAL:
-            is_visible = is_visible & (keys[None, :] <= rows[:, None])
-        p = gl.where(is_visible, p, 0.0)
+        start_n = (n_tiles - 1 - i) * BLOCK_N
+        p = gl.where(visible(rows, start_n, n_keys, BLOCK_N, IS_CAUSAL, S_LAYOUT), p, 0.0)
     # Waiting for the next keys here rather than where they are used keeps ptxas from moving exponentials behind the
     # wait for dP, as in the forward pass.
     wait_for(k_ring, i + 1, i + 1 < n_tiles)
@@ -102,11 +99,7 @@ def _consume(
             False, IS_CAUSAL, S_LAYOUT, DS_LAYOUT,
         )  # fmt: skip
 
-    q.store((dq * scale).to(dtype))  # the queries have been used: their tile carries the gradient
-    fence_async_shared()
-    tma.async_copy_shared_to_global(
-        dq_desc, [batch, head, start_m + CONSUMER * ROWS, 0], q.reshape([1, 1, ROWS, BLOCK_D])
-    )
+    send(dq_desc, batch, head, start_m + CONSUMER * ROWS, (dq * scale).to(dtype), q)  # their tile has been used
     tma.store_wait(0)
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_ring import fetch, make_ring, release, tile_of, wait_for
+from cs336_systems.attention.hopper_ring import fetch, make_ring, release, send, tile_of, wait_for
 from cs336_systems.attention.triton_tiles import LN_2
 
 N_CONSUMERS = gl.constexpr(2)
@@ -60,16 +60,24 @@ def _produce(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, batch, head, kv_hea
 
 
 @gluon.jit
+def visible(
+    rows, start_n, n_keys, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Which of the keys start_n … each row attends to."""
+    keys = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    is_visible = (keys < n_keys)[None, :]
+    if IS_CAUSAL:
+        is_visible = is_visible & (keys[None, :] <= rows[:, None])
+    return is_visible
+
+
+@gluon.jit
 def _softmax(s, row_max, row_sum, scale_log2, rows, start_n, n_keys, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr):
     """One step of the online softmax, as `triton_tiles.online_softmax_update`. Tiles come from the last keys down, so
     that the masked ones are done first, and a row may see none of a tile's keys: its maximum is still -inf then."""
     LAYOUT: gl.constexpr = s.type.layout
     if MASKED:
-        keys = start_n + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        is_visible = (keys < n_keys)[None, :]
-        if IS_CAUSAL:
-            is_visible = is_visible & (keys[None, :] <= rows[:, None])
-        s = gl.where(is_visible, s, float("-inf"))
+        s = gl.where(visible(rows, start_n, n_keys, s.shape[1], IS_CAUSAL, LAYOUT), s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1) * scale_log2)
     shift = new_max
     if MASKED:
@@ -149,11 +157,7 @@ def _consume(
     acc = warpgroup_mma(p, tile_of(v_ring, n_tiles - 1), acc)
 
     o = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    q.store(o.to(dtype))  # the queries have been used: their tile carries the output
-    fence_async_shared()
-    tma.async_copy_shared_to_global(
-        o_desc, [batch, head, start_m + CONSUMER * ROWS, 0], q.reshape([1, 1, ROWS, BLOCK_D])
-    )
+    send(o_desc, batch, head, start_m + CONSUMER * ROWS, o.to(dtype), q)  # the queries' tile has been used
     lse_ptr += (batch * heads + head).to(gl.int64) * n_queries
     gl.store(lse_ptr + rows, (row_max + gl.log2(row_sum)) * LN_2, mask=rows < n_queries)
     tma.store_wait(0)

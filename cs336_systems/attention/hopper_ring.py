@@ -12,7 +12,7 @@ is (i / depth) mod 2; a wait for the phase before the first returns at once, so 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 
 @gluon.jit
@@ -64,3 +64,14 @@ def release(ring, i):
     """A consumer's part: it reads the i-th tile no more."""
     DEPTH: gl.constexpr = ring[0].shape[0]
     mbarrier.arrive(ring[2].index(i % DEPTH), count=1)
+
+
+@gluon.jit
+def send(descriptor, batch, head, row, values, tile):
+    """Write values, through a tile (rows, cols) of shared memory, to rows `row` … of one head of a tensor. What lies
+    outside the tensor is left out. The caller waits (tma.store_wait(0)) before its program ends."""
+    ROWS: gl.constexpr = tile.shape[0]
+    COLS: gl.constexpr = tile.shape[1]
+    tile.store(values)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(descriptor, [batch, head, row, 0], tile.reshape([1, 1, ROWS, COLS]))
