@@ -1,0 +1,222 @@
+"""The documentation holds: its steps make what they say, its commands parse, its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from cs336_systems.distributed.process_group import RankContext
+from tests.distributed_helpers import (
+    CountedCollectives,
+    assert_same_weights,
+    finish,
+    run_gloo,
+    train_beside_one_process,
+)
+from tests.test_ddp_wrappers import _plain_step
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = {path.name: path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
+
+
+# ---- docs/extending.md, step by step ---------------------------------------------------------------------------------
+
+_EDIT = re.compile(
+    r"^(?:New file `(?P<new>[^`]+)`|In `(?P<path>[^`]+)`, (?P<how>below|in place of) the line `(?P<line>[^`]+)`):\n\n"
+    r"```python\n(?P<code>.*?)```",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def _follow_the_steps(folder: Path) -> int:
+    """Makes every new file and edit of docs/extending.md in a copy of the tree; returns their number."""
+    ignored = shutil.ignore_patterns("__pycache__", "data")
+    for name in ("cs336_systems", "scripts", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    edits = list(_EDIT.finditer(DOCS["extending.md"]))
+    for edit in edits:
+        path = folder / (edit["new"] or edit["path"])
+        if edit["new"]:
+            assert not path.exists()
+            path.write_text(edit["code"])
+            continue
+        text = path.read_text()
+        assert text.count(f"\n{edit['line']}\n") == 1, f"{edit['path']} has not exactly one line {edit['line']!r}"
+        kept = f"{edit['line']}\n" if edit["how"] == "below" else ""
+        path.write_text(text.replace(f"\n{edit['line']}\n", f"\n{kept}{edit['code']}"))
+        compile(path.read_text(), path, "exec")
+    return len(edits)
+
+
+def _commands(text: str) -> list[str]:
+    """Every `python scripts/….py …` of a text: in blocks, continued over lines too, and between backquotes."""
+    blocks = re.findall(r"```[^\n]*\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    found = (re.search(r"python (scripts/\w+\.py[^#|>]*)", " ".join(one.split())) for one in [*lines, *spans])
+    return list(dict.fromkeys(match[1].strip() for match in found if match))
+
+
+_AFTER_THE_STEPS = """
+import contextlib, runpy, shlex, sys, torch, tyro
+from cs336_systems.configs import named_cell
+
+{calls}
+from tests.test_chunked import test_against_float64
+for mark in test_against_float64.pytestmark:
+    assert mark.name == "parametrize"
+for is_causal in (True, False):
+    for case in [(300, 300, 4), (128, 40, 2), (1, 200, 1)]:
+        test_against_float64(is_causal, *case)
+
+from cs336_systems.workload import Workload
+losses = {{}}
+for name in ("naive", "chunked"):
+    work = Workload(named_cell("tiny", 200, attention=name, mode="forward-backward", batch_size=1))
+    work.step(lambda phase: contextlib.nullcontext())
+    losses[name] = work.loss.item()
+assert abs(losses["naive"] - losses["chunked"]) < 1e-5, losses
+
+from cs336_systems.accounting.memory import attention_saved_tensors
+assert set(attention_saved_tensors(1, 1, 8, 8, 4, "chunked")) == set("qkv")
+
+from cs336_systems.benchmarking.attention_peers import open_peer
+with open_peer("chunked", torch.device("cpu")) as attention:
+    assert attention(q, k, v, True).shape == q.shape
+
+from cs336_systems.benchmarking.data_parallel import DataParallelCell, _n_collectives, wrap
+from cs336_systems.distributed.ddp_coalesced import CoalescedDDP
+cell = DataParallelCell(**vars(named_cell("tiny", 64)), implementation="coalesced")
+wrapped = wrap(cell, torch.nn.Linear(2, 2))
+assert type(wrapped) is CoalescedDDP
+assert _n_collectives(cell, wrapped, 2) == 1
+
+from cs336_systems import cli
+for command in {commands!r}:
+    script, *words = shlex.split(command)
+    cli.parse = lambda arguments, description: sys.exit(not tyro.cli(arguments, args=words))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, command
+said = "all steps hold"
+"""
+
+
+def test_the_steps_of_extending_make_what_they_say(tmp_path):
+    text = DOCS["extending.md"]
+    assert len(re.findall(r"^\*\*\d+\. ", text, re.MULTILINE)) == 20
+    assert _follow_the_steps(tmp_path) == 20
+    edits = {match["code"] for match in _EDIT.finditer(text)}
+    calls = "".join(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code not in edits)
+    assert "flash_attention(" in calls
+    script = _AFTER_THE_STEPS.format(calls=calls, commands=_commands(text))
+    assert run_gloo(_run_in_copy, str(tmp_path), script, world_size=1) == ["all steps hold"]
+
+
+def _run_in_copy(context: RankContext, folder: str, script: str) -> str:
+    """Runs `script` with the copy's modules in the place of this tree's, in a process that has imported torch."""
+    operators: Any = sys.modules["cs336_systems.attention.operators"]
+    operators._LIBRARY._destroy()  # the copy registers the same operators
+    own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "cs336_systems"}
+    for name in own:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    sys.modules["tests"].__path__.append(f"{folder}/tests")
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    try:
+        exec(compile(script, "after the steps", "exec"), names)
+        assert sys.modules["cs336_systems"].__file__ == f"{folder}/cs336_systems/__init__.py"
+        return names["said"]
+    finally:
+        sys.modules.update(own)  # what the rank's report is made of
+
+
+def _ten_steps(context: RankContext, path: str) -> dict[str, int]:
+    spec = importlib.util.spec_from_file_location("ddp_coalesced", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wrapped, plain = train_beside_one_process(context, module.CoalescedDDP, 10, _plain_step)
+    assert_same_weights(wrapped, plain)
+    with CountedCollectives() as counts:
+        finish(wrapped)
+    return dict(counts.by_name)
+
+
+def test_the_wrapper_of_extending_averages(tmp_path):
+    """On two ranks ten steps are those of one process on the whole batch, with one collective each."""
+    (code,) = [edit["code"] for edit in _EDIT.finditer(DOCS["extending.md"]) if edit["new"] and "class" in edit["code"]]
+    (tmp_path / "wrapper.py").write_text(code)
+    assert run_gloo(_ten_steps, str(tmp_path / "wrapper.py")) == [{"allreduce_coalesced_": 1}] * 2
+
+
+# ---- Commands and links ----------------------------------------------------------------------------------------------
+
+COMMANDS = [(name, command) for name, text in DOCS.items() if name != "extending.md" for command in _commands(text)]
+_PLACEHOLDER = re.compile(r"[A-Z]{3,}|…")
+
+
+def test_commands_are_found():
+    assert len(COMMANDS) > 60
+    assert {"README.md", "REPORT.md", "measuring.md", "memory.md"} <= {name for name, _ in COMMANDS}
+    assert _commands("`python scripts/x.py --a 1 # why` and\n```sh\nuv run python scripts/y.py \\\n  --b\n```") == [
+        "scripts/y.py --b",
+        "scripts/x.py --a 1",
+    ]
+
+
+def test_every_command_of_the_documentation_parses(monkeypatch):
+    """By each script's own arguments, without running it; a command with a placeholder must at least have a script."""
+    by_script: dict[str, list[tuple[str, list[str]]]] = {}
+    for name, command in COMMANDS:
+        script, *words = shlex.split(command)
+        assert (ROOT / script).exists(), f"{name}: {command}"
+        if words:  # else it is only named
+            by_script.setdefault(script, []).append((f"{name}: {command}", words))
+    wrong, parsed = [], []
+
+    def parse_all(arguments, description):
+        for what, words in by_script[script]:
+            try:
+                parsed.append(tyro.cli(arguments, args=[word for word in words if not _PLACEHOLDER.fullmatch(word)]))
+            except SystemExit:
+                wrong.append(what)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("cs336_systems.cli.parse", parse_all)
+    for script in by_script:
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert wrong == []
+    assert len(parsed) == sum(map(len, by_script.values())) > 50
+
+
+@pytest.mark.parametrize("name", [name for name in DOCS if name != "CHANGELOG.md"])
+def test_links_lead_somewhere(name):
+    folder = ROOT if (ROOT / name).exists() else ROOT / "docs"
+    without_code = re.sub(r"```.*?```", "", DOCS[name], flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code)
+    missing = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        if path.startswith("http"):
+            continue
+        file = folder / path if path else folder / name
+        headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.M) if anchor and file.exists() else []
+        slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        if not file.exists() or (anchor and anchor not in slugs):
+            missing.append(target)
+    assert missing == []
