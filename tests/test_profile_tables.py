@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.benchmarking.checkpointing import CheckpointRow
-from cs336_systems.benchmarking.convergence import ConvergenceRow
+from cs336_systems.benchmarking.convergence_report import ConvergenceRow
 from cs336_systems.benchmarking.precision_benchmark import PrecisionRow
 from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS
 from cs336_systems.configs import named_cell

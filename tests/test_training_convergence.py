@@ -7,13 +7,8 @@ import time
 import pytest
 
 from cs336_systems.benchmarking import convergence
-from cs336_systems.benchmarking.convergence import (
-    VARIANTS,
-    ConvergenceRow,
-    convergence_table,
-    run_convergence,
-    summarize,
-)
+from cs336_systems.benchmarking.convergence import VARIANTS, run_convergence
+from cs336_systems.benchmarking.convergence_report import ConvergenceRow, convergence_table, summarize
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import read_results

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.convergence import ConvergenceRow, convergence_table
+from cs336_systems.benchmarking.convergence_report import ConvergenceRow, convergence_table
 from cs336_systems.benchmarking.precision_benchmark import speedup_table
 from cs336_systems.benchmarking.report_rows import Table, markdown_table, percent, ratio, read_rows, status_or
 from cs336_systems.records import read_results
