@@ -191,7 +191,7 @@ def _results(summary: Summary, folder: Path) -> dict[str, Any]:
     return {
         "status": "ok" if is_finished else summary.status,
         "reason": summary.reason,
-        "train_loss": _mean([line["loss"] for line in lines[-_LAST:]]) if is_finished else None,
+        "train_loss": statistics.fmean([line["loss"] for line in lines[-_LAST:]]) if is_finished and lines else None,
         "validation_loss": validations[-1] if is_finished and validations else None,
         "skipped_steps": summary.skipped_steps,
         "zero_gradient_share": max(shares, default=None),

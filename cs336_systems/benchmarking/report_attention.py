@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.readme_tables import ANCHORS, BY_LENGTH, FLASH, FLASH_KERNELS, LEADERBOARD, Block
-from cs336_systems.benchmarking.report_model import bare, failures, span
+from cs336_systems.benchmarking.report_model import bare
 from cs336_systems.benchmarking.report_parts import Item, Part, captioned
 from cs336_systems.benchmarking.report_rows import (
     Sentence,
+    failures,
+    from_to,
+    largest,
     markdown_table,
     percent,
     ratio,
@@ -44,8 +47,8 @@ def _answer_alone(results: Path) -> list[Sentence | None]:
     eager = {(row.implementation, row.precision, row.head_dim, row.length): row for row in done if row.compile == "off"}
     if not eager:
         return [failures(rows)]
-    largest = max(eager.values(), key=lambda row: (row.length, row.head_dim))
-    half = eager.get((largest.implementation, largest.precision, largest.head_dim, largest.length // 2))
+    longest = max(eager.values(), key=lambda row: (row.length, row.head_dim))
+    half = eager.get((longest.implementation, longest.precision, longest.head_dim, longest.length // 2))
     compiled = [
         (ratio(base.forward_mean_ms + base.backward_mean_ms, row.forward_mean_ms + row.backward_mean_ms),
          f"head_dim {row.head_dim}, length {row.length:,}")
@@ -54,15 +57,15 @@ def _answer_alone(results: Path) -> list[Sentence | None]:
     ]  # fmt: skip
     lost = [row for row in rows if row.status == "oom"]
     return [
-        say("At length {length} and head_dim {head_dim}, eager {name} attention keeps {gib} GiB for backward, "
-            "{formula} by formula, of which {scores} are the scores.", length=largest.length, head_dim=largest.head_dim,
-            name=largest.implementation, gib=largest.memory_before_backward_gib, formula=largest.formula_gib,
-            scores=largest.scores_formula_gib),
+        say("At length {length} and head_dim {head_dim}, eager {name} attention takes {forward} ms forward and "
+            "{backward} ms backward.", length=longest.length, head_dim=longest.head_dim, name=longest.implementation,
+            forward=longest.forward_mean_ms, backward=longest.backward_mean_ms),
+        say("It keeps {gib} GiB for backward, {formula} by formula, of which {scores} are the scores.",
+            gib=longest.memory_before_backward_gib, formula=longest.formula_gib, scores=longest.scores_formula_gib),
         say("That is {times} times what it keeps at half the length: memory grows with the square, since every pair of "
             "tokens has a score, and FlashAttention-2 keeps no scores.",
-            times=ratio(largest.memory_before_backward_gib, half.memory_before_backward_gib)) if half else None,
-        say("Compiled, forward and backward together are {low} ({low_of}) to {high} times ({high_of}) as fast.",
-            **span(compiled)),
+            times=ratio(longest.memory_before_backward_gib, half.memory_before_backward_gib)) if half else None,
+        say("Compiled, forward and backward together are {range} times as fast.", range=from_to(compiled)),
         *(say("{name} at length {length} and head_dim {head_dim} runs out of memory: it would keep {formula} GiB.",
               name=row.implementation, length=row.length, head_dim=row.head_dim, formula=row.formula_gib)
           for row in lost[:1]),
@@ -117,8 +120,8 @@ def _comparisons(results: Path, files: Sequence[str]) -> list[Sentence | None]:
             pairs = [pair for rows in runs for pair in _against(rows, ours, theirs) if pair[0] is not None]
             faster = sum((value or 0) > 1 for value, _ in pairs)
             answers.append(
-                say("`{ours}` is {low} ({low_of}) to {high} times ({high_of}) as fast as `{theirs}`, and faster in {n} "
-                    "of {all} cells.", ours=ours, theirs=theirs, n=faster, all=len(pairs), **span(pairs))
+                say("`{ours}` is {range} times as fast as `{theirs}`, and faster in {n} of {all} cells.", ours=ours,
+                    theirs=theirs, n=faster, all=len(pairs), range=from_to(pairs))
             )  # fmt: skip
     return answers
 
@@ -130,13 +133,15 @@ def _answer_flash(*files: str):
         top = max((row for row in own if row.tflops), key=lambda row: row.tflops, default=None)
         share = top.peak_share if top else None
         within = None if share is None or share > 1 else f", {share:.0%} of the card's peak in this precision,"
-        worst = span([(row.relative_error, f"`{row.implementation}`, {row.precision}, {_where(row)}") for row in own])
+        worst = largest(
+            [(row.relative_error, f"`{row.implementation}`, {row.precision}, {_where(row)}") for row in own]
+        )
         return [
             say("The most that one of this project's kernels reaches is {tflops} TFLOP/s{within} by `{name}` ({of}).",
                 tflops=top.tflops, within=within or "", name=top.implementation, of=_where(top)) if top else None,
             *_comparisons(results, files),
             say("The largest error against float64, relative to the largest value, is {error} ({of}).",
-                error=worst["high"], of=worst["high_of"]),
+                error=worst["high"], of=worst["of"]),
             failures(rows),
         ]  # fmt: skip
 

@@ -14,9 +14,19 @@ from cs336_systems.benchmarking.profile_tables import (
     PROFILE_BLOCKS,
     memory_rows,
 )
-from cs336_systems.benchmarking.report_model import columns_of, failures, span
+from cs336_systems.benchmarking.report_model import columns_of
 from cs336_systems.benchmarking.report_parts import Item, Part
-from cs336_systems.benchmarking.report_rows import Sentence, markdown_table, percent, ratio, read_rows, say
+from cs336_systems.benchmarking.report_rows import (
+    Sentence,
+    failures,
+    from_to,
+    largest,
+    markdown_table,
+    percent,
+    ratio,
+    read_rows,
+    say,
+)
 
 
 def _longest(rows: Sequence[Any], mode: str, precision: str) -> Any:
@@ -41,8 +51,8 @@ def _answer_memory(results: Path) -> list[Sentence | None]:
             copies=low.weight_copies_gib) if low and step and low.ctx == step.ctx else None,
         say("An activation of the residual stream has {predicted} MiB by formula and {measured} as measured.",
             predicted=step.residual_predicted_mib, measured=step.residual_mib) if step else None,
-        say("The formula of the step's peak is off by at most {off} ({of}).", off=_percent(span(off)["high"]),
-            of=span(off)["high_of"]),
+        say("The formula of the step's peak is off by at most {off} ({of}).", off=_percent(largest(off)["high"]),
+            of=largest(off)["of"]),
         failures(rows),
     ]  # fmt: skip
 
@@ -87,22 +97,20 @@ def _answer_2048(results: Path) -> list[Sentence | None]:
               "there and {asked} GiB asked for; by formula it needs {predicted} GiB.", ctx=row.ctx, mode=row.mode,
               precision=row.precision, phase=row.peak_phase, held=row.activations_gib, asked=row.oom_gib,
               predicted=row.peak_predicted_gib) for row in lost),
-        say("Measured peaks go from {low} ({low_of}) to {high} GiB ({high_of}).", **span(peaks)),
+        say("What could be measured peaks at {range} GiB.", range=from_to(peaks)),
     ]  # fmt: skip
 
 
 def _answer_check(results: Path) -> list[Sentence | None]:
     rows = [row for row in read_rows(results / MEMORY_CHECK)[0] if row.ok and row.mode == "train-step"]
     kept, peak = (
-        span([(abs(times - 1), f"{row.size}, {row.precision}, {row.attention}") for row in rows
+        largest([(abs(times - 1), f"{row.size}, {row.precision}, {row.attention}") for row in rows
               if (times := ratio(row[f"{name}_gib"], row[f"{name}_predicted_gib"])) is not None])
         for name in ("kept", "peak")
     )  # fmt: skip
     return [
-        say(
-            "What is kept for backward is off by at most {off} ({of}).", off=_percent(kept["high"]), of=kept["high_of"]
-        ),
-        say("The peak is off by at most {off} ({of}).", off=_percent(peak["high"]), of=peak["high_of"]),
+        say("What is kept for backward is off by at most {off} ({of}).", off=_percent(kept["high"]), of=kept["of"]),
+        say("The peak is off by at most {off} ({of}).", off=_percent(peak["high"]), of=peak["of"]),
     ]
 
 
@@ -178,9 +186,9 @@ def _answer_checkpoints(results: Path) -> list[Sentence | None]:
                     need=plain.peak_predicted_gib, **common)
             )  # fmt: skip
     measured = [row for row in rows if row.ok and row.peak_memory_gib]
-    off = span([(abs(times - 1), f"{row.attention}, every {row.checkpoint_every}") for row in measured
+    off = largest([(abs(times - 1), f"{row.attention}, every {row.checkpoint_every}") for row in measured
                 if (times := ratio(row.peak_memory_gib, row.peak_predicted_gib)) is not None])  # fmt: skip
-    return [*answers, say("The formula is off by at most {off} ({of}).", off=_percent(off["high"]), of=off["high_of"])]
+    return [*answers, say("The formula is off by at most {off} ({of}).", off=_percent(off["high"]), of=off["of"])]
 
 
 NESTED_COLUMNS = {

@@ -21,6 +21,9 @@ from cs336_systems.benchmarking.report_parts import Item, Part
 from cs336_systems.benchmarking.report_rows import (
     Sentence,
     enumerate_words,
+    failures,
+    from_to,
+    largest,
     markdown_table,
     percent,
     ratio,
@@ -40,22 +43,6 @@ def columns_of(path: str, columns: dict[str, str]) -> Block:
     return lambda results: markdown_table(
         list(columns.values()), [[row[name] for name in columns] for row in read_rows(results / path)[0]]
     )
-
-
-def span(pairs: Sequence[tuple[float | None, str]]) -> dict[str, Any]:
-    """The least and the largest of labelled values: low, low_of, high, high_of; all None where there are none."""
-    known = sorted((value, label) for value, label in pairs if value is not None)
-    if not known:
-        return dict.fromkeys(("low", "low_of", "high", "high_of"))
-    return {"low": known[0][0], "low_of": known[0][1], "high": known[-1][0], "high_of": known[-1][1]}
-
-
-def failures(rows: Sequence[Any], label: str = "cell") -> Sentence | None:
-    """How many rows have no measurement, and why."""
-    lost = [row for row in rows if not row.ok]
-    kinds = {status: sum(row.status == status for row in lost) for status in dict.fromkeys(row.status for row in lost)}
-    listed = enumerate_words([f"{count} {status}" for status, count in kinds.items()])
-    return say("Of {n} {label}s, {listed}.", n=len(rows), label=label, listed=listed) if lost else None
 
 
 # ---- 1: the end-to-end benchmark -------------------------------------------------------------------------------------
@@ -80,14 +67,14 @@ def _answer_sizes(results: Path) -> list[Sentence | None]:
                 ms=first.step_mean_ms, std=first.step_std_ms, size=first.size),
             say("For {size} it takes {ms} ± {std} ms: forward {forward}, backward {backward}, optimizer {optimizer}.",
                 size=last.size, ms=last.step_mean_ms, std=last.step_std_ms, **phases) if last is not first else None,
-            say("Backward takes {low} ({low_of}) to {high} ({high_of}) times as long as forward.",
-                **span([(ratio(at[size].backward_mean_ms, at[size].forward_mean_ms), size) for size in sizes])),
+            say("Backward takes {range} times as long as forward.",
+                range=from_to([(ratio(at[size].backward_mean_ms, at[size].forward_mean_ms), size) for size in sizes])),
         ]  # fmt: skip
-    spread = span([(ratio(row.step_std_ms, row.step_mean_ms), f"{row.size}, {row.ctx}, {row.precision}")
+    spread = largest([(ratio(row.step_std_ms, row.step_mean_ms), f"{row.size}, {row.ctx}, {row.precision}")
                    for row in done])  # fmt: skip
     answers += [
         say("Over all cells the deviation is at most {high} of the mean ({of}).", high=percent(spread["high"]),
-            of=spread["high_of"]),
+            of=spread["of"]),
         *_precision_speed(done),
         failures(rows),
     ]  # fmt: skip
@@ -104,7 +91,7 @@ def _precision_speed(rows: Sequence[Any]) -> list[Sentence | None]:
     ]
     slower = sum(value is not None and value < 1 for value, _ in pairs)
     return [
-        say("In bf16 the step is {low} ({low_of}) to {high} times ({high_of}) as fast.", **span(pairs)),
+        say("In bf16 the step is {range} times as fast.", range=from_to(pairs)),
         say("In {n} of {all} cells bf16 is slower than fp32.", n=slower, all=len(pairs)) if slower else None,
     ]
 
@@ -153,7 +140,7 @@ def _answer_warmup(results: Path) -> list[Sentence | None]:
     off = [(abs(change - 1), name) for name in in_order(rows)
            if (a := by_cell.get((name, second))) and (b := by_cell.get((name, last)))
            and (change := ratio(a.step_mean_ms, b.step_mean_ms)) is not None]  # fmt: skip
-    furthest = span(off)
+    furthest = largest(off)
     return [
         say("With {first} warm-up steps the mean of {steps} steps of {size} is {a} ± {b} ms, with {second} it is "
             "{c} ± {d} ms.", first=first, steps=cold.steps, size=size, a=cold.step_mean_ms, b=cold.step_std_ms,
@@ -161,7 +148,7 @@ def _answer_warmup(results: Path) -> list[Sentence | None]:
         say("The first step of a process pays once for loading kernels, for the libraries' handles and workspaces, and "
             "for the allocator's first requests; averaged in, it moves the mean and hides the deviation."),
         say("With {second} the means are within {off} of those with {last} (furthest: {of}).", second=second, last=last,
-            off=percent(furthest["high"]), of=furthest["high_of"]),
+            off=percent(furthest["high"]), of=furthest["of"]),
     ]  # fmt: skip
 
 
@@ -173,8 +160,8 @@ def _answer_compile(results: Path) -> list[Sentence | None]:
         pairs = [(ratio(base.step_mean_ms, row.step_mean_ms), row.size) for row in rows
                  if row.compile == "on" and row.precision == precision
                  and (base := eager.get((row.size, precision)))]  # fmt: skip
-        answers.append(say("Compiled, the {precision} step is {low} ({low_of}) to {high} times ({high_of}) as fast.",
-                           precision=precision, **span(pairs)))  # fmt: skip
+        answers.append(say("Compiled, the {precision} step is {range} times as fast.",
+                           precision=precision, range=from_to(pairs)))  # fmt: skip
     return answers
 
 
@@ -262,12 +249,12 @@ def _answer_convergence(results: Path) -> list[Sentence | None]:
         shared = [loss - losses[first][seed] for seed, loss in by_seed.items() if seed in losses[first]]
         if variant != first and shared:
             off[variant] = sum(shared) / len(shared)
-    close = span([(abs(value), variant) for variant, value in off.items() if variant != "fp16-unscaled"])
+    close = largest([(abs(value), variant) for variant, value in off.items() if variant != "fp16-unscaled"])
     seeds = losses[first].values()
     zeros = [row.zero_gradient_share for row in done if row.variant == "fp16-unscaled"]
     return [
         say("Over the same seeds the mean validation loss differs from {first}'s by at most {off} nats ({of}); from "
-            "seed to seed it differs by {seeds}.", first=first, off=_fixed(close["high"]), of=close["high_of"],
+            "seed to seed it differs by {seeds}.", first=first, off=_fixed(close["high"]), of=close["of"],
             seeds=_fixed(max(seeds) - min(seeds)) if len(seeds) > 1 else None),
         say("float16 without loss scaling ends {off} nats from {first}: up to {zeros} of its gradients are zero.",
             off=_fixed(off.get("fp16-unscaled"), signed=True), first=first,

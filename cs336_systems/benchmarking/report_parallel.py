@@ -20,10 +20,20 @@ from cs336_systems.benchmarking.parallel_tables import (
     of_memory,
     scaling_by_kind,
 )
-from cs336_systems.benchmarking.report_model import bare, failures, span
+from cs336_systems.benchmarking.report_model import bare
 from cs336_systems.benchmarking.report_parts import Item, Part
-from cs336_systems.benchmarking.report_rows import Sentence, percent, ratio, read_rows, say
+from cs336_systems.benchmarking.report_rows import (
+    Sentence,
+    failures,
+    from_to,
+    largest,
+    percent,
+    ratio,
+    read_rows,
+    say,
+)
 from cs336_systems.benchmarking.scaling import efficiency
+from cs336_systems.records import format_value
 
 
 def _answer_all_reduce(results: Path) -> list[Sentence | None]:
@@ -73,7 +83,7 @@ def _answer_schemes(folder: str):
         share = next((ratio(row.communication_ms, row.step_median_ms) for row in done if row.implementation == "naive"),
                      None)  # fmt: skip
         sizes = [row for row in done if row.implementation == "bucketed"]
-        off = span([(row.exposed_ms - row.predicted_overhead_ms, f"{row.bucket_size_mb:g} MB") for row in sizes
+        off = from_to([(row.exposed_ms - row.predicted_overhead_ms, f"{row.bucket_size_mb:g} MB") for row in sizes
                     if row.predicted_overhead_ms is not None])  # fmt: skip
         best_mb = _best_bucket_mb(results / "ddp" / folder / "all_reduce.json", sizes)
         return [
@@ -85,8 +95,8 @@ def _answer_schemes(folder: str):
                 covered=percent(best.covered_share)) if best else None,
             say("PyTorch's, at its best bucket size, takes {ms} ms ({cost}).", ms=theirs.step_median_ms,
                 cost=cost.get(_label(theirs))) if theirs else None,
-            say("The overhead of the bucketed scheme differs from what the model predicts by {low} ({low_of}) to "
-                "{high} ms ({high_of}); by the model, buckets of {best} MB are best.", best=best_mb, **off),
+            say("The overhead of the bucketed scheme differs from what the model predicts by {range} ms; by the "
+                "model, buckets of {best} MB are best.", best=best_mb, range=off),
             failures(rows, "scheme"),
         ]  # fmt: skip
 
@@ -123,11 +133,17 @@ def _pair(rows: Sequence[Any], ours: str, theirs: str) -> list[Sentence | None]:
         a, b = done.get((ours, precision)), done.get((theirs, precision))
         if a is not None and b is not None:
             answers.append(
-                say("In {precision}, `{ours}` takes {a} ms a step and {c} GiB at its peak, `{theirs}` {b} ms and {d} "
-                    "GiB.", precision=precision, ours=ours, theirs=theirs, a=a.step_median_ms, b=b.step_median_ms,
-                    c=a.peak_memory_gib, d=b.peak_memory_gib)
+                say("In {precision}, `{ours}` takes {a} ms a step, `{theirs}` {b} ms{peaks}.", precision=precision,
+                    ours=ours, theirs=theirs, a=a.step_median_ms, b=b.step_median_ms, peaks=_peaks(a, b))
             )  # fmt: skip
     return answers
+
+
+def _peaks(a: Any, b: Any) -> str:
+    """Their peaks, where memory is counted: on a GPU."""
+    if a.peak_memory_gib is None or b.peak_memory_gib is None:
+        return ""
+    return f"; at their peaks they hold {format_value(a.peak_memory_gib)} and {format_value(b.peak_memory_gib)} GiB"
 
 
 def _held(results: Path, files: Sequence[str], name: str, moment: str) -> Any:
@@ -138,10 +154,10 @@ def _held(results: Path, files: Sequence[str], name: str, moment: str) -> Any:
 
 
 def _formula_off(rows: Sequence[Any]) -> Sentence | None:
-    off = span([(abs(times - 1), f"{row.implementation}, {row.precision}") for row in rows
+    off = largest([(abs(times - 1), f"{row.implementation}, {row.precision}") for row in rows
                 if row.ok and (times := ratio(row.peak_memory_gib, row.predicted_peak_gib)) is not None])  # fmt: skip
     share = None if off["high"] is None else f"{off['high']:.1%}"
-    return say("The predicted peaks are off by at most {off} ({of}).", off=share, of=off["high_of"])
+    return say("The predicted peaks are off by at most {off} ({of}).", off=share, of=off["of"])
 
 
 def _answer_sharded(results: Path) -> list[Sentence | None]:
@@ -187,11 +203,8 @@ def _answer_scaling(kind: str):
              f"`{row.implementation}`, {row.precision}, {row.size}")
             for row in rows if row.world_size == most and row.implementation != "none"
         ]  # fmt: skip
-        spread = span(shares)
         return [
-            say("On {n} ranks efficiency goes from {low} ({low_of}) to {high} ({high_of}).", n=most,
-                low=percent(spread["low"]), low_of=spread["low_of"], high=percent(spread["high"]),
-                high_of=spread["high_of"]),
+            say("On {n} ranks the efficiency is {range}.", n=most, range=from_to(shares, percent)),
             failures(rows),
         ]  # fmt: skip
 

@@ -133,3 +133,26 @@ def say(template: str, **values: Any) -> Sentence | None:
 def enumerate_words(words: Sequence[str]) -> str:
     """["a", "b", "c"] -> "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def largest(pairs: Sequence[tuple[float | None, str]]) -> dict[str, Any]:
+    """The largest of labelled values, `{"high": 0.02, "of": "small"}`; both None where there are none."""
+    known = [(value, label) for value, label in pairs if value is not None]
+    return dict(zip(("high", "of"), max(known), strict=True)) if known else {"high": None, "of": None}
+
+
+def from_to(
+    pairs: Sequence[tuple[float | None, str]], shown: Callable[[float], str | None] = format_value
+) -> str | None:
+    """Least and largest of labelled values, "1.9 (xl) to 2.2 (small)"; one alone is "1.9 (xl)", none None."""
+    known = sorted((value, label) for value, label in pairs if value is not None)
+    ends = [f"{shown(value)} ({label})" for value, label in dict.fromkeys([*known[:1], *known[-1:]])]
+    return " to ".join(ends) or None
+
+
+def failures(rows: Sequence[Any], label: str = "cell") -> Sentence | None:
+    """How many rows have no measurement, and why."""
+    lost = [row for row in rows if not row.ok]
+    kinds = {status: sum(row.status == status for row in lost) for status in dict.fromkeys(row.status for row in lost)}
+    listed = enumerate_words([f"{count} {status}" for status, count in kinds.items()])
+    return say("Of {n} {label}s, {listed}.", n=len(rows), label=label, listed=listed) if lost else None
