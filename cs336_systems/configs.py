@@ -16,6 +16,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Compile = Literal["off", "on", "blocks"]
 Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton", "flash-hopper"]
 Optimizer = Literal["adamw", "adamw-fused"]
+Kernels = Literal["plain", "fused"]
 
 # Of any one dimension: what a signed 32-bit number holds. Larger ones overflow before they run out of memory.
 LARGEST = 2**31 - 1
@@ -113,6 +114,7 @@ class BenchmarkCell:
     precision: Precision = "fp32"
     compile: Compile = "off"
     attention: Attention = "naive"
+    kernels: Kernels = "plain"
     optimizer: Optimizer = "adamw"
     checkpoint_every: int = 0
     warmup: int = 5
@@ -134,6 +136,7 @@ class BenchmarkCell:
             ("precision", Precision),
             ("compile", Compile),
             ("attention", Attention),
+            ("kernels", Kernels),
             ("optimizer", Optimizer),
         ):
             allowed = get_args(choices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +30,8 @@ class Workload:
 
     `step(phase)` opens the phases "forward", "loss", "backward" and "optimizer", as many as the mode has. A forward
     step runs without autograd. Gradients are dropped before each step (set to None), so that backward writes them and
-    never adds to the last step's. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
+    never adds to the last step's. With fused kernels the loss is made inside the model, in "forward", and "loss" is an
+    empty phase. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
 
     Attributes:
         model: the `BasicsTransformerLM`, parameters in float32; compiled, and its blocks in checkpointed segments, if
@@ -43,7 +45,7 @@ class Workload:
         """Builds everything on the cell's device, from the cell's seed.
 
         Raises:
-            Unsupported: the cell's attention cannot run on this machine.
+            Unsupported: the cell's attention or kernels cannot run on this machine.
         """
         self.cell = cell
         self.device = torch.device(cell.device)
@@ -51,13 +53,16 @@ class Workload:
             torch.cuda.set_device(self.device)
         torch.manual_seed(cell.seed)
         torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
-        _select_attention(cell.attention, self.device)
+        select_attention(cell.attention, self.device)
+        check_kernels(cell.kernels, self.device)
         config = cell.model_config()
-        self.model = build_model(config, self.device)
+        self.model = build_model(config, self.device, cell.kernels)
         shape = (cell.batch_size, cell.ctx)
         self.inputs: Int[Tensor, "batch context"] = torch.randint(config.vocab_size, shape, device=self.device)
         self.targets: Int[Tensor, "batch context"] = torch.randint(config.vocab_size, shape, device=self.device)
-        self.optimizer = build_optimizer(cell.optimizer, self.model) if cell.mode == "train-step" else None
+        self.optimizer = None
+        if cell.mode == "train-step":
+            self.optimizer = build_optimizer(cell.optimizer, self.model, cell.kernels)
         scaled = cell.precision == "fp16" and cell.mode == "train-step"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.loss: Float[Tensor, ""] | None = None
@@ -77,11 +82,12 @@ class Workload:
                 self.model(self.inputs)
             return
         self.model.zero_grad(set_to_none=True)
+        is_fused = self.cell.kernels == "fused"
         with phase("forward"), self.autocast():
-            logits = self.model(self.inputs)
+            output = self.model(self.inputs, self.targets) if is_fused else self.model(self.inputs)
         with phase("loss"), self.autocast():
-            loss = cross_entropy(logits, self.targets)
-        del logits  # the graph keeps what backward needs; the name would keep it beyond
+            loss = output if is_fused else cross_entropy(output, self.targets)
+        del output  # the graph keeps what backward needs; the name would keep it beyond
         self.loss = loss
         with phase("backward"):
             self.scaler.scale(loss).backward()
@@ -92,10 +98,11 @@ class Workload:
                 self.scaler.update()
 
 
-def build_model(config, device: torch.device | str) -> BasicsTransformerLM:
-    """A `BasicsTransformerLM` of `config` (a `ModelConfig`) with random float32 weights, made on `device` itself."""
+def build_model(config, device: torch.device | str, kernels: str = "plain") -> BasicsTransformerLM:
+    """A `BasicsTransformerLM` of `config` (a `ModelConfig`) with random float32 weights, made on `device` itself; with
+    `kernels="fused"`, `use_fused_kernels` of the same."""
     with torch.device(device):
-        return BasicsTransformerLM(
+        model = BasicsTransformerLM(
             vocab_size=config.vocab_size,
             context_length=config.context_length,
             d_model=config.d_model,
@@ -104,15 +111,31 @@ def build_model(config, device: torch.device | str) -> BasicsTransformerLM:
             d_ff=config.d_ff,
             rope_theta=config.rope_theta,
         )
+    if kernels == "fused":
+        from cs336_systems.kernels.fused_model import use_fused_kernels
+
+        use_fused_kernels(model)
+    return model
 
 
-def build_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The project's AdamW ("adamw") or PyTorch's in one fused kernel ("adamw-fused"), with their default settings."""
-    if name == "adamw":
-        return AdamW(model.parameters())
+def optimizer_class(name: str, kernels: str = "plain") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The project's AdamW ("adamw"; with fused kernels in one launch) or PyTorch's own fused one ("adamw-fused"): the
+    class, and the keywords that make it so."""
     if name == "adamw-fused":
-        return torch.optim.AdamW(model.parameters(), fused=True)
-    raise ValueError(f"optimizer={name!r}: must be adamw or adamw-fused")
+        return torch.optim.AdamW, {"fused": True}
+    if name != "adamw":
+        raise ValueError(f"optimizer={name!r}: must be adamw or adamw-fused")
+    if kernels == "fused":
+        from cs336_systems.kernels.adamw import FusedAdamW
+
+        return FusedAdamW, {}
+    return AdamW, {}
+
+
+def build_optimizer(name: str, model: torch.nn.Module, kernels: str = "plain") -> torch.optim.Optimizer:
+    """`optimizer_class` of the model's parameters, with its default settings."""
+    make, keywords = optimizer_class(name, kernels)
+    return make(model.parameters(), **keywords)
 
 
 def compile_model(model: BasicsTransformerLM, how: str) -> None:
@@ -128,8 +151,21 @@ def compile_model(model: BasicsTransformerLM, how: str) -> None:
             block.compile()
 
 
-def _select_attention(name: str, device: torch.device) -> None:
+def select_attention(name: str, device: torch.device) -> None:
+    """`set_attention`; raises Unsupported where it cannot run on the device."""
     missing = why_not(name, device)
     if missing is not None:
         raise Unsupported(f"attention {name!r}: {missing}")
     set_attention(name)
+
+
+def why_kernels_not(name: str, device: torch.device | str) -> str | None:
+    """What is missing to run the model with these kernels on a device; None where they can run."""
+    return why_not("flash-triton", device) if name == "fused" else None  # what attention's need is all that these do
+
+
+def check_kernels(name: str, device: torch.device) -> None:
+    """Raises Unsupported where the model's kernels cannot run on the device."""
+    missing = why_kernels_not(name, device)
+    if missing is not None:
+        raise Unsupported(f"kernels {name!r}: {missing}")

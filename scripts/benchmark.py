@@ -1,6 +1,7 @@
 """Time a Transformer's forward pass, backward pass and optimizer step, one cell or a whole sweep.
 
-Several values for size, ctx, mode, precision, compile, attention, optimizer or warmup are a sweep over their product:
+Several values for size, ctx, mode, precision, compile, attention, kernels, optimizer or warmup are a sweep over their
+product:
 
     python scripts/benchmark.py --size small medium --ctx 128 256 --precision fp32 bf16
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
+from cs336_systems.configs import Attention, Compile, Kernels, Mode, Optimizer, Precision
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Arguments:
     """torch.compile: off, on (the whole model), or blocks (each block by itself, which compiles much sooner)."""
     attention: tuple[Attention, ...] = ("naive",)
     """The attention that the model calls."""
+    kernels: tuple[Kernels, ...] = ("plain",)
+    """plain, or fused: Triton kernels for norms, SwiGLU, rotary positions, the last layer with the loss (whose time is
+    then part of forward's), and the project's AdamW."""
     optimizer: tuple[Optimizer, ...] = ("adamw",)
     """The project's AdamW, or PyTorch's fused one."""
     checkpoint_every: tuple[int, ...] = (0,)

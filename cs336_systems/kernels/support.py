@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cs336_systems.attention.implementations import IMPLEMENTATIONS
-
 try:
     import triton
     import triton.language as tl
@@ -30,6 +28,8 @@ _PLAIN = frozenset((Tensor, Parameter))
 
 def why_not(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str | None:
     """What is missing to run the kernels on a device, as for attention's; None where they can run."""
+    from cs336_systems.attention.implementations import IMPLEMENTATIONS
+
     return IMPLEMENTATIONS["triton"].why_not(torch.device(device), dtype)
 
 

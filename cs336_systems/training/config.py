@@ -15,6 +15,7 @@ from cs336_systems.configs import (
     SIZE_NAMES,
     Attention,
     Compile,
+    Kernels,
     ModelConfig,
     Optimizer,
     Precision,
@@ -78,6 +79,8 @@ class TrainArguments:
     """With fp16: scale the loss so that small gradients do not become zero."""
     attention: Attention = "naive"
     """The attention that the model calls."""
+    kernels: Kernels = "plain"
+    """plain, or fused: Triton kernels for norms, SwiGLU, rotary positions, last layer and loss, and AdamW."""
     compile: Compile = "off"
     """torch.compile: off, on (the whole model), or blocks (each block by itself)."""
     parallel: Parallel = "none"
@@ -124,6 +127,7 @@ class TrainConfig(TrainArguments):
         for name, choices in (
             ("precision", Precision),
             ("attention", Attention),
+            ("kernels", Kernels),
             ("compile", Compile),
             ("optimizer", Optimizer),
             ("parallel", Parallel),
@@ -253,6 +257,7 @@ FREE_ON_RESUME = frozenset(
         "device",
         "compile",
         "attention",
+        "kernels",
         "accumulation_steps",
         "parallel",
         "processes",

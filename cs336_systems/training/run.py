@@ -18,6 +18,7 @@ from cs336_systems.training.data import TokenFile, prepare_tokens
 from cs336_systems.training.loop import Summary, plain_config, train_rank
 from cs336_systems.training.metrics import METRICS, PLOT, plot_metrics, read_metrics
 from cs336_systems.training.parallel import check_importable
+from cs336_systems.workload import why_kernels_not
 
 
 def run_training(command: str, config: TrainConfig) -> Summary:
@@ -68,6 +69,8 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
     config.check_world_size(world_size)
     missing = why_not(config.attention, device)
     check(missing is None, "attention", config.attention, str(missing))
+    missing = why_kernels_not(config.kernels, device)
+    check(missing is None, "kernels", config.kernels, str(missing))
     check_writable(config.out)
     vocab_size = config.model_config().vocab_size
     tokens = prepare_tokens(config.data, config.token_dtype, vocab_size, config.ctx, config.validation_share)

@@ -15,14 +15,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cs336_basics.nn_utils import cross_entropy
-from cs336_basics.optimizer import AdamW, get_cosine_lr
-from cs336_systems.attention.model_attention import set_attention, why_not
-from cs336_systems.records import Unsupported
+from cs336_basics.optimizer import get_cosine_lr
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile, training_batch
 from cs336_systems.training.loss_scaling import LossScaler, zero_gradient_counts
 from cs336_systems.training.parallel import AUTOCAST_DTYPE, ParallelModel
-from cs336_systems.workload import build_model, compile_model
+from cs336_systems.workload import build_model, check_kernels, compile_model, optimizer_class, select_attention
 
 
 @dataclass(frozen=True)
@@ -50,29 +48,27 @@ class Trainer:
         optimizer, scaler: its optimizer, and its `LossScaler`.
 
     Raises:
-        Unsupported: the run's attention cannot run on this device.
+        Unsupported: the run's attention or kernels cannot run on this device.
     """
 
     def __init__(
         self, config: TrainConfig, tokens: TokenFile, device: torch.device, state: dict[str, Any] | None = None
     ) -> None:
-        missing = why_not(config.attention, device)
-        if missing is not None:
-            raise Unsupported(f"attention {config.attention!r}: {missing}")
-        set_attention(config.attention)
+        select_attention(config.attention, device)
+        check_kernels(config.kernels, device)
         self.config = config
         self.device = device
         self.train_tokens, self.validation_tokens = tokens.open()
         torch.manual_seed(config.seed)
         torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
-        bare = build_model(config.model_config(), device)
+        bare = build_model(config.model_config(), device, config.kernels)
         if state is not None:  # before wrapping: each scheme then divides or copies the weights as it does new ones
             bare.load_state_dict(state["model"])
         compile_model(bare, config.compile)
         self.model = ParallelModel(bare, config, device)
-        optimizer_class, fused = (AdamW, {}) if config.optimizer == "adamw" else (torch.optim.AdamW, {"fused": True})
+        make, keywords = optimizer_class(config.optimizer, config.kernels)
         self.optimizer = self.model.make_optimizer(
-            optimizer_class, lr=config.learning_rate, weight_decay=config.weight_decay, **fused
+            make, lr=config.learning_rate, weight_decay=config.weight_decay, **keywords
         )
         self.scaler = LossScaler(device.type, config.precision == "fp16", config.loss_scaling)
         if state is not None:
@@ -141,6 +137,8 @@ class Trainer:
 
     def _loss(self, inputs: Int[Tensor, "batch ctx"], targets: Int[Tensor, "batch ctx"]) -> Float[Tensor, ""]:
         with self.autocast():
+            if self.config.kernels == "fused":
+                return self.model.wrapped(inputs, targets)
             return cross_entropy(self.model.wrapped(inputs), targets)
 
     def _parts(self, tokens: Any, seed: int, step: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,118 @@
+"""Puts the fused kernels into a `BasicsTransformerLM`: RMSNorm with the addition before it, SwiGLU, rotary positions,
+and the last layer with the loss.
+
+Modules stay where they are, with their parameters and names; only their classes change, to subclasses of what they
+were, so that a state dict goes from a plain model to a fused one and back.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cs336_basics.model import BasicsTransformerLM, RMSNorm, SwiGLU, TransformerBlock
+from cs336_basics.rotary import RotaryEmbedding
+from cs336_systems.kernels.linear_cross_entropy import linear_cross_entropy
+from cs336_systems.kernels.rms_norm import add_rms_norm, rms_norm
+from cs336_systems.kernels.rope import rope
+from cs336_systems.kernels.support import autocast_dtype
+from cs336_systems.kernels.swiglu import silu_multiply
+
+
+class FusedRMSNorm(RMSNorm):
+    """`RMSNorm` in one kernel, with the addition before it if there is one. Under autocast it returns autocast's dtype,
+    to which the layers that read it would round each for itself."""
+
+    def forward(self, x: Float[Tensor, "*batch d"], residual: Float[Tensor, "*batch d"] | None = None) -> Any:
+        """The norm of x, or, with a residual, that of x + residual and the sum itself; all (..., d)."""
+        dtype = autocast_dtype(x.device.type)
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, dtype)
+        return add_rms_norm(x, residual, self.weight, self.eps, dtype)
+
+
+class FusedSwiGLU(SwiGLU):
+    """`SwiGLU` with one kernel between its matrix products."""
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        return self.w2(silu_multiply(self.w1(x), self.w3(x)))
+
+
+class FusedRotaryEmbedding(RotaryEmbedding):
+    """`RotaryEmbedding` in one kernel, for (batch, heads, seq, dim) as the model calls it; other shapes as ever."""
+
+    def forward(
+        self, x: Float[Tensor, "*batch seq dim"], pos_ids: Int[Tensor, "... seq"] | None = None
+    ) -> Float[Tensor, "*batch seq dim"]:
+        if x.ndim != 4 or x.shape[-1] != self.dim or (pos_ids is None and x.shape[-2] > self.context_length):
+            return super().forward(x, pos_ids)  # says what is wrong, if anything is
+        if pos_ids is None:
+            return rope(x, self.cos, self.sin)
+        if pos_ids.ndim > 1 and pos_ids.shape[-2] == 1:
+            pos_ids = pos_ids.squeeze(-2)  # the same for all heads
+        if pos_ids.ndim > 2 or pos_ids.shape[-1] != x.shape[-2] or (pos_ids.ndim == 2 and len(pos_ids) != len(x)):
+            return super().forward(x, pos_ids)
+        return rope(x, self.cos, self.sin, pos_ids)
+
+
+class FusedTransformerBlock(TransformerBlock):
+    """`TransformerBlock` whose first addition is part of the second norm."""
+
+    def forward(self, x: Float[Tensor, "*batch seq d_model"]) -> Float[Tensor, "*batch seq d_model"]:
+        normed, x = self.ln2(self.attn(self.ln1(x)), residual=x)
+        return x + self.ffn(normed)
+
+
+class FusedTransformerLM(BasicsTransformerLM):
+    """`BasicsTransformerLM` that can be asked for its loss, without ever making all logits."""
+
+    def forward(
+        self, x: Int[Tensor, "*batch seq"], targets: Int[Tensor, "*batch seq"] | None = None
+    ) -> Float[Tensor, "..."]:
+        """Token ids (batch, seq) to logits (batch, seq, vocab_size), or with `targets` (batch, seq) to the mean
+        cross-entropy, a float32 scalar."""
+        hidden = self.token_embeddings(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.lm_head(self.ln_final(hidden), targets)
+
+
+def _head_or_loss(
+    self: Any, x: Float[Tensor, "*batch d_model"], targets: Int[Tensor, "*batch"] | None = None
+) -> Float[Tensor, "..."]:
+    """`lm_head`'s forward. The loss is made inside the layer's call, where a sharded weight is whole."""
+    return type(self).forward(self, x) if targets is None else linear_cross_entropy(x, self.weight, targets)
+
+
+_FUSED: dict[type, type] = {
+    RMSNorm: FusedRMSNorm,
+    SwiGLU: FusedSwiGLU,
+    RotaryEmbedding: FusedRotaryEmbedding,
+    TransformerBlock: FusedTransformerBlock,
+    BasicsTransformerLM: FusedTransformerLM,
+}
+
+
+def use_fused_kernels(model: BasicsTransformerLM) -> FusedTransformerLM:
+    """Changes a model in place, and returns it: `model(inputs, targets)` is then the mean loss, `model(inputs)` logits.
+
+    Parameters, their names and the state dict are what they were. Call it before the model is compiled, wrapped for
+    data parallelism or divided into checkpointed segments. The kernels run on a CUDA device, or on a CPU in Triton's
+    interpreter; elsewhere forward raises ValueError (`support.why_not` tells in advance).
+
+    Raises:
+        TypeError: `model` is not a `BasicsTransformerLM` itself, or is fused already.
+    """
+    if type(model) is not BasicsTransformerLM:
+        raise TypeError(f"model is a {type(model).__name__}; it must be a BasicsTransformerLM that is not fused yet")
+    for module in model.modules():
+        fused = _FUSED.get(type(module))
+        if fused is not None:
+            module.__class__ = fused
+    # An instance's method and no subclass: what shards layers knows them by their class.
+    vars(model.lm_head)["forward"] = MethodType(_head_or_loss, model.lm_head)
+    assert isinstance(model, FusedTransformerLM)
+    return model
