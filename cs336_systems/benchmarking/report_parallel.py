@@ -196,7 +196,7 @@ def _answer_fsdp(results: Path) -> list[Sentence | None]:
 
 def _answer_scaling(kind: str):
     def answer(results: Path) -> list[Sentence | None]:
-        rows = [row for name in SCALING[kind] for row in read_rows(results / name)[0]]
+        rows = [row for path in sorted(results.glob(SCALING[kind])) for row in read_rows(path)[0]]
         most = max((row.world_size for row in rows if row.ok), default=None)
         shares = [
             (efficiency(row, [r for r in rows if (r.size, r.ctx) == (row.size, row.ctx)]),
@@ -211,7 +211,7 @@ def _answer_scaling(kind: str):
     return answer
 
 
-SCALING = {kind: (f"scaling/{kind}/scaling.json",) for kind in ("weak", "strong")}
+SCALING = {kind: f"scaling/{kind}/**/scaling.json" for kind in ("weak", "strong")}  # runs of several machines
 
 
 def _paper(link: Callable[[str], str]) -> str:
@@ -247,9 +247,9 @@ ITEMS = (
          (Part("Two ranks", "fsdp", (*FSDP, *of_memory(FSDP)), tuple(FSDP_TABLES),
                (("Kernels of a step", "fsdp/fsdp_timeline.png"), ("Gathers beside their layers", "fsdp/*gathers*.png")),
                _answer_fsdp),
-          *(Part(f"{kind.capitalize()} scaling of data parallelism and sharding", f"scaling/{kind}", SCALING[kind],
+          *(Part(f"{kind.capitalize()} scaling of data parallelism and sharding", f"scaling/{kind}", (SCALING[kind],),
                  (partial(scaling_by_kind, kind),),
-                 (("Efficiency over ranks", f"scaling/{kind}/scaling*.png"),), _answer_scaling(kind))
+                 (("Efficiency over ranks", f"scaling/{kind}/**/scaling*.png"),), _answer_scaling(kind))
             for kind in ("weak", "strong")))),
     Item(12, "Accounting on paper", ("communication_accounting",),
          "for a model of feed-forward layers alone: memory on one device; memory and the least number of devices when "

@@ -23,7 +23,7 @@ class Part:
         title: a heading.
         folder: of a step of reproduce_steps.py, which is named where there are no rows. A part without one is left out
             where it has no rows.
-        files: results files, for the commands and origins; the part has rows if one of them has.
+        files: results files, or patterns of them, for the commands and origins; the part has rows if one of them has.
         tables: made of the results folder, empty where there are no rows for them.
         pictures: what they show, and their path under the results folder or a pattern of several.
         answer: sentences made of the rows.
@@ -36,8 +36,9 @@ class Part:
     pictures: tuple[tuple[str, str], ...] = ()
     answer: Answer = lambda results: ()
 
-    def has_rows(self, results: Path) -> bool:
-        return any(read_rows(results / name)[0] for name in self.files)
+    def paths(self, results: Path) -> list[Path]:
+        """Those of the files that are there."""
+        return [path for pattern in self.files for path in sorted(results.glob(pattern))]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def item_markdown(item: Item, results: Path, folder: Path) -> str:
         item.fixed(lambda name: _link(_ROOT / name, folder)),
     ]
     for part in item.parts:
-        if part.has_rows(results):
+        if any(read_rows(path)[0] for path in part.paths(results)):
             blocks += _measured(part, results, folder)
         elif part.folder is not None:
             blocks += [f"### {part.title}", _missing(part.folder)]
@@ -70,12 +71,13 @@ def item_markdown(item: Item, results: Path, folder: Path) -> str:
 
 
 def _measured(part: Part, results: Path, folder: Path) -> list[str]:
-    runs = [run for name in part.files for run in read_rows(results / name)[1]]
+    paths = part.paths(results)
+    runs = [run for path in paths for run in read_rows(path)[1]]
     commands = dict.fromkeys(run.command.replace(" --resume", "") for run in runs)
     links = [
         f"![{what}]({_link(path, folder)})" for what, pattern in part.pictures for path in sorted(results.glob(pattern))
     ]
-    rows = [f"[{Path(name).name}]({_link(results / name, folder)})" for name in part.files if (results / name).exists()]
+    rows = [f"[{path.name}]({_link(path, folder)})" for path in paths]
     origin = "\n".join(f"- {line}" for line in dict.fromkeys(map(_without_command, runs)))
     sentences = " ".join(sentence.text for sentence in part.answer(results) if sentence is not None)
     return [
