@@ -22,6 +22,14 @@ def test_a_changed_number_would_be_seen():
     assert fill_blocks(changed, ROOT / "results") == README
 
 
+def test_no_measured_number_stands_outside_of_the_tables():
+    """A number with a unit of measurement in prose would not change with the rows: those are in tables and the report.
+    The one exception was measured by others, and is compared with."""
+    prose = re.sub(r"<!-- begin ([\w-]+) -->.*?<!-- end \1 -->|```.*?```|`[^`]*`", "", README, flags=re.DOTALL)
+    found = re.findall(r"\d[\d.,]*\s*(?:ms|µs|GiB|MiB|GB/s|TFLOP/s|tokens/s|%|times|×)(?!\w)", prose)
+    assert found == ["5.364 ms"]
+
+
 def test_an_unknown_block_is_named():
     with pytest.raises(ValueError, match="block='nothing'"):
         fill_blocks("<!-- begin nothing -->\n<!-- end nothing -->", ROOT / "results")
