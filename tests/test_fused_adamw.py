@@ -91,9 +91,9 @@ def test_narrow_parameters_are_updated_in_float32_and_rounded_once(dtype, state_
             state, exact_state = optimizer.state[our], exact_optimizer.state[their]
             pairs = [(our, their), *((state[name], exact_state[name]) for name in ("exp_avg", "exp_avg_sq"))]
             for rounded, true in pairs:
-                # Half a unit in the last place, and float32's own roundings.
-                unit = eps if rounded.dtype == dtype else 8 * torch.finfo(torch.float32).eps
-                allowed = 0.51 * unit * true.abs() + torch.finfo(dtype).tiny
+                # Half a unit in the last place, and float32's own roundings of terms that may cancel.
+                unit = 0.5 * eps if rounded.dtype == dtype else 0.0
+                allowed = unit * true.abs() + 1e-6 * true.abs().max() + torch.finfo(dtype).tiny
                 assert ((rounded.double() - true).abs() <= allowed).all()
             assert state["exp_avg"].dtype == (state_dtype or dtype)
 

@@ -1,0 +1,270 @@
+"""The fused kernels beside eager PyTorch, torch.compile and PyTorch's own fused functions, at the models' shapes.
+
+Each pass of each implementation is a cell and a row: time, GB/s or TFLOP/s, and peak memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from cs336_systems.accounting.flops import peak_tflops
+from cs336_systems.benchmarking.attention_cells import (
+    check_not_empty,
+    peak_allocated_gib,
+    prepare_device,
+    reset_peak,
+    without_leftovers,
+)
+from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
+from cs336_systems.benchmarking.into_files import measure_into_files
+from cs336_systems.configs import MODEL_SIZES, ModelConfig, Precision, check, check_device, named_shape
+from cs336_systems.records import ResultsFile, format_value
+
+KernelName = Literal["linear-cross-entropy", "adamw", "rms-norm", "add-rms-norm", "swiglu", "rope"]
+ImplementationName = Literal["fused", "eager", "compiled", "torch"]
+Phase = Literal["forward", "backward", "both", "step"]
+
+_ELEMENTWISE = ("forward", "backward", "both")
+# The loss's gradients are made in forward: its backward alone says nothing.
+PHASES: dict[str, tuple[str, ...]] = {"linear-cross-entropy": ("forward", "both"), "adamw": ("step",)}
+WITHOUT_PEER = ("add-rms-norm", "swiglu", "rope")  # PyTorch has no function of its own for these
+
+
+def phases_of(kernel: str) -> tuple[str, ...]:
+    """The passes that a kernel is timed in."""
+    return PHASES.get(kernel, _ELEMENTWISE)
+
+
+@dataclass(frozen=True)
+class KernelCell:
+    """One pass of one implementation of a kernel's work, and how long it is timed.
+
+    `precision` is the dtype of all tensors (tf32: float32, products with tensor cores). `size` is a label; what counts
+    is beside it. `num_layers` is read by adamw only, which updates the parameters of that many blocks and of the rest
+    of the model.
+
+    Raises:
+        ValueError: a value out of its range, or a combination that does not exist.
+    """
+
+    kernel: KernelName
+    implementation: ImplementationName
+    phase: Phase
+    precision: Precision
+    size: str
+    tokens: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    vocab_size: int
+    num_layers: int
+    device: str = "cpu"
+    seed: int = 0
+    warmup_ms: int = 25
+    rep_ms: int = 200
+
+    def __post_init__(self) -> None:
+        for name, choices in (("kernel", KernelName), ("implementation", ImplementationName), ("precision", Precision)):
+            allowed = get_args(choices)
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        phases = phases_of(self.kernel)
+        check(self.phase in phases, "phase", self.phase, f"must be one of {', '.join(phases)} for {self.kernel}")
+        check(
+            self.implementation != "torch" or self.kernel not in WITHOUT_PEER,
+            "implementation",
+            self.implementation,
+            f"PyTorch has no fused function for {self.kernel}",
+        )
+        for name in ("tokens", "rep_ms"):
+            check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        check(self.warmup_ms >= 0, "warmup_ms", self.warmup_ms, "must be 0 or more")
+        check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
+        check_device(self.device, self.precision)
+        ModelConfig(self.d_model, self.d_ff, self.num_layers, self.num_heads, self.vocab_size)
+
+    @property
+    def what(self) -> str:
+        """E.g. "rms-norm backward"."""
+        return f"{self.kernel} {self.phase}"
+
+
+@dataclass(frozen=True)
+class KernelRow(KernelCell):
+    """A cell and what it measured; results are None where the status is not "ok".
+
+    `gb_per_s` (1e9 bytes) is the memory traffic that the work needs at least, each tensor read and written once, over
+    the median; `tflops` that of its matrix products, and `peak_share` beside the card's dense peak. Each kernel has the
+    one or the other. `peak_memory_gib` is the allocator's peak during one call, inputs, gradients and an optimizer's
+    state included (None without a GPU).
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    min_ms: float | None = None
+    repetitions: int | None = None
+    gb_per_s: float | None = None
+    tflops: float | None = None
+    peak_share: float | None = None
+    peak_memory_gib: float | None = None
+
+    @property
+    def rate(self) -> str:
+        """GB/s or TFLOP/s, as a person reads it."""
+        if self.gb_per_s is not None:
+            return f"{format_value(self.gb_per_s)} GB/s"
+        return f"{format_value(self.tflops)} TFLOP/s"
+
+
+class KernelMeasure:
+    """Measures cells one after another in a process."""
+
+    def __init__(self) -> None:
+        from torch._functorch import config
+
+        # Backward is timed many times over one forward, and a compiled one may not reuse what it is given for that.
+        config.donated_buffer = False  # ty: ignore[invalid-assignment]
+
+    def __call__(self, cell: KernelCell) -> dict[str, Any]:
+        """The row's results. Raises `Unsupported` where the fused kernels cannot run."""
+        device = prepare_device(cell)  # ty: ignore[invalid-argument-type]  no attention, but the same three settings
+        return without_leftovers(lambda: _measure(cell, device), device)
+
+
+def _measure(cell: KernelCell, device: Any) -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    from cs336_systems.benchmarking.call_timing import drop_gradients, time_calls, time_once
+    from cs336_systems.benchmarking.kernel_peers import make_work
+
+    work = make_work(cell)
+    work.call()  # compiles
+    drop_gradients(work.inputs)
+    reset_peak(device)
+    time_once(work.call, device)
+    peak_memory_gib = peak_allocated_gib(device)
+    times = time_calls(work.call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
+    median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
+    tflops = work.flops / median / 1e9 if work.flops else None
+    peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None
+    return {
+        "median_ms": median,
+        "p20_ms": p20,
+        "p80_ms": p80,
+        "min_ms": min(times),
+        "repetitions": len(times),
+        "gb_per_s": work.n_bytes / median / 1e6 if work.n_bytes else None,
+        "tflops": tflops,
+        "peak_share": tflops / peak if tflops and peak else None,
+        "peak_memory_gib": peak_memory_gib,
+    }
+
+
+def kernel_cells(
+    kernel: tuple[str, ...],
+    implementation: tuple[str, ...],
+    size: tuple[str, ...],
+    precision: tuple[str, ...],
+    tokens: int | None,
+    adamw_layers: int,
+    **settings: Any,
+) -> list[KernelCell]:
+    """The product of the first four, each in all of the kernel's passes; what has no peer in PyTorch is left out.
+
+    Without `tokens`: the size's own context where that is the leaderboard's (8b: 32,768), else 4 × 1,024. Raises
+    ValueError for the first cell that cannot be, and for a parameter of no values.
+    """
+    check_not_empty(kernel=kernel, implementation=implementation, size=size, precision=precision)
+    check(adamw_layers >= 1, "adamw_layers", adamw_layers, "must be at least 1")
+    cells = []
+    for name, dtype, what, how in product(size, precision, kernel, implementation):
+        if how == "torch" and what in WITHOUT_PEER:
+            continue
+        shape = named_shape(name)
+        shape["num_layers"] = min(shape["num_layers"], adamw_layers)
+        shape["tokens"] = max(4096, MODEL_SIZES[name].context_length) if tokens is None else tokens
+        cells += [
+            KernelCell(kernel=what, implementation=how, precision=dtype, phase=phase, **shape, **settings)  # ty: ignore[invalid-argument-type]
+            for phase in phases_of(what)
+        ]
+    return cells
+
+
+def run_kernel_benchmark(command: str, *, device: str, out: Path, resume: bool, **parameters: Any) -> list[KernelRow]:
+    """Measures `kernel_cells` and leaves the files under `out`; see scripts/kernel_benchmark.py.
+
+    All of an implementation's cells share a process.
+    """
+
+    def sweep(cells: list[KernelCell], results: ResultsFile) -> None:
+        run_grouped_sweep(cells, lambda cell: cell.implementation, KernelMeasure, results, _label)
+
+    return measure_into_files(
+        command,
+        "kernel_benchmark",
+        KernelRow,
+        lambda device: kernel_cells(device=device, **parameters),
+        sweep,
+        write_kernel_files,
+        device=device,
+        out=out,
+        resume=resume,
+    )
+
+
+def _label(cell: KernelCell) -> str:
+    return f"{cell.implementation} {cell.size} {cell.precision} {cell.what}"
+
+
+_TABLES = {"size": "", "precision": "", "tokens": "tokens", "num_layers": "adamw's blocks"}
+_COLUMNS = {
+    "size": "size",
+    "precision": "precision",
+    "tokens": "tokens",
+    "kernel": "kernel",
+    "phase": "pass",
+    "implementation": "implementation",
+    "status": "status",
+    "median_ms": "median ms",
+    "p20_ms": "20 %",
+    "p80_ms": "80 %",
+    "gb_per_s": "GB/s",
+    "tflops": "TFLOP/s",
+    "peak_share": "of peak",
+    "peak_memory_gib": "peak GiB",
+}
+
+
+def write_kernel_files(results: ResultsFile[KernelRow]) -> str:
+    """Writes CSV, LaTeX and Markdown; returns the Markdown."""
+    from cs336_systems.benchmarking.attention_tables import (
+        pivot_markdown,
+        value_or_status,
+        why_unsupported,
+        write_pivoted,
+    )
+
+    rows = results.rows
+
+    def pivot(show: Callable[[KernelRow], str | None]) -> str:
+        return pivot_markdown(rows, _TABLES, "what", "implementation", show)
+
+    weighed = any(row.peak_memory_gib is not None for row in rows)
+    return write_pivoted(
+        results,
+        _COLUMNS,
+        {
+            "Median ms (least traffic, or matrix products, over it)": pivot(
+                lambda row: value_or_status(row, "median_ms", "rate")
+            ),
+            "Peak memory, GiB": pivot(lambda row: value_or_status(row, "peak_memory_gib")) if weighed else "",
+            "What could not run": why_unsupported(rows, "kernel"),
+        },
+    )
