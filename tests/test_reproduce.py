@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -67,6 +68,9 @@ def test_what_is_done_is_not_run_again(tmp_path):
     assert [one.seconds < 5 for one in again] == [True, True]  # what they took, in the guesses' place
     assert run_plan(again, tmp_path, run) == []
     assert len(ran) == 3
+    moved = (tmp_path / "one").parent / "elsewhere"
+    shutil.copytree(tmp_path, moved)
+    assert [one.why_not for one in plan("gpu", moved, (ONE, TWO))] == ["done", "done"]
     (tmp_path / "one" / "rows.json").unlink()
     assert [one.why_not for one in plan("gpu", tmp_path, (ONE, TWO))] == ["", "done"]
     assert [one.why_not for one in plan("gpu", tmp_path, (replace(ONE, gpu=("--a 3",)), TWO))] == ["", "done"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cs336_systems.benchmarking import report_memory, report_model, report_parallel
 from cs336_systems.benchmarking.report_attention import ATTENTION_ITEMS, KERNEL_ITEM
-from cs336_systems.benchmarking.report_parts import Item, item_markdown
+from cs336_systems.benchmarking.report_parts import Item, item_markdown, link
 
 ITEMS: tuple[Item, ...] = (
     *report_model.ITEMS,
@@ -19,7 +19,7 @@ ITEMS: tuple[Item, ...] = (
 _HEAD = """# Report
 
 What the assignment asks to be measured, item by item, and what was found. `python scripts/report.py` writes this file
-from the rows under [{results}]({results}): tables, pictures, and every number in a sentence. Under each part stand the
+from the rows under {results}: tables, pictures, and every number in a sentence. Under each part stand the
 commands that made its rows, as they were typed, and the machines that ran them. For a report of your own machine,
 `python scripts/reproduce.py` runs what fits it."""
 
@@ -33,6 +33,6 @@ def report(results: Path, folder: Path) -> str:
         raise ValueError(
             f"results={str(results)!r}: must be a folder of measurements, as scripts/reproduce.py makes it"
         )
-    shown = results.relative_to(folder).as_posix() if results.is_relative_to(folder) else results.as_posix()
+    shown = "this folder" if results == folder else f"[{results.name}]({link(results, folder)})"
     items = [item_markdown(item, results, folder) for item in ITEMS]
     return "\n\n".join([_HEAD.format(results=shown), *items]) + "\n"

@@ -51,7 +51,7 @@ class Item:
     names: tuple[str, ...]
     question: str
     parts: tuple[Part, ...] = ()
-    fixed: Callable[[Callable[[str], str]], str] = lambda link: ""
+    fixed: Callable[[Callable[[str], str]], str] = lambda link_to: ""
 
 
 def item_markdown(item: Item, results: Path, folder: Path) -> str:
@@ -60,7 +60,7 @@ def item_markdown(item: Item, results: Path, folder: Path) -> str:
     blocks = [
         f"## {item.number}. {item.title}",
         f"**Asked**{names}: {item.question}",
-        item.fixed(lambda name: _link(_ROOT / name, folder)),
+        item.fixed(lambda name: link(_ROOT / name, folder)),
     ]
     for part in item.parts:
         if any(read_rows(path)[0] for path in part.paths(results)):
@@ -75,9 +75,9 @@ def _measured(part: Part, results: Path, folder: Path) -> list[str]:
     runs = [run for path in paths for run in read_rows(path)[1]]
     commands = dict.fromkeys(run.command.replace(" --resume", "") for run in runs)
     links = [
-        f"![{what}]({_link(path, folder)})" for what, pattern in part.pictures for path in sorted(results.glob(pattern))
+        f"![{what}]({link(path, folder)})" for what, pattern in part.pictures for path in sorted(results.glob(pattern))
     ]
-    rows = [f"[{path.name}]({_link(path, folder)})" for path in paths]
+    rows = [f"[{path.name}]({link(path, folder)})" for path in paths]
     origin = "\n".join(f"- {line}" for line in dict.fromkeys(map(_without_command, runs)))
     sentences = " ".join(sentence.text for sentence in part.answer(results) if sentence is not None)
     return [
@@ -95,7 +95,8 @@ def captioned(caption: str, table: Callable[[Path], str]) -> Callable[[Path], st
     return lambda results: f"{caption}\n\n{text}" if (text := table(results)) else ""
 
 
-def _link(path: Path, folder: Path) -> str:
+def link(path: Path, folder: Path) -> str:
+    """From a file in `folder` to `path`, as Markdown has it."""
     return Path(os.path.relpath(path, folder)).as_posix()
 
 

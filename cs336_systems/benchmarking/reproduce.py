@@ -36,7 +36,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Planned:
-    """A step on this machine: `commands` are what is run, and `fresh` what would be in an empty folder, as which the
+    """A step on this machine: `commands` are what is run, and `fresh` what would be in an empty folder, by which the
     step is known again. `seconds` is what it should take; `why_not` says why it is not run, if it isn't."""
 
     step: Step
@@ -60,7 +60,7 @@ def plan(machine: str, results: Path, steps: Sequence[Step] = STEPS) -> list[Pla
     planned = []
     for step in steps:
         commands = step.commands(machine, results, resume=(results / step.path).exists())
-        fresh = [shlex.join(words) for words in step.commands(machine, results)]
+        fresh = [shlex.join(words) for words in step.commands(machine, ".")]  # a folder may be moved
         ended = state.get(step.folder)
         known = ended is not None and ended.commands == fresh and ended.status == 0
         seconds = ended.seconds if ended is not None and known else float(step.seconds.get(machine, 0))
