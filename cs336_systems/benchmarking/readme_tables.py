@@ -74,18 +74,22 @@ def _step_by_context(results: Path) -> str:
     return markdown_table(["fp32 / bf16 step ms", *(f"ctx {ctx}" for ctx in contexts)], body)
 
 
-def _compile_at_256(results: Path) -> str:
-    """The train step with and without torch.compile."""
-    rows, _ = read_rows(results / COMPILE)
-    by_cell = {(row.size, row.precision, row.compile): row for row in rows}
-    body = []
-    for size in in_order(rows):
-        for precision in dict.fromkeys(row.precision for row in rows if row.size == size):
-            cells = [by_cell.get((size, precision, how)) for how in ("off", "on")]
-            times = [status_or(cell, "step_mean_ms") for cell in cells]
-            body.append([size, precision, *times, *(status_or(cell, "peak_memory_gib") for cell in cells)])
-    headings = ["size", "precision", "eager step ms", "compiled step ms", "eager peak GiB", "compiled peak GiB"]
-    return markdown_table(headings, body)
+def two_ways(path: str, field: str, ways: dict[str, str]) -> Block:
+    """The train step with either value of a field (value: how the table calls it), by size and precision."""
+
+    def make(results: Path) -> str:
+        rows, _ = read_rows(results / path)
+        by_cell = {(row.size, row.precision, row[field]): row for row in rows}
+        body = []
+        for size in in_order(rows):
+            for precision in dict.fromkeys(row.precision for row in rows if row.size == size):
+                cells = [by_cell.get((size, precision, way)) for way in ways]
+                times = [status_or(cell, "step_mean_ms") for cell in cells]
+                body.append([size, precision, *times, *(status_or(cell, "peak_memory_gib") for cell in cells)])
+        headings = [f"{word} {what}" for what in ("step ms", "peak GiB") for word in ways.values()]
+        return markdown_table(["size", "precision", *headings], body)
+
+    return make
 
 
 def _warmup_at_256(results: Path) -> str:
@@ -190,7 +194,7 @@ BY_LENGTH = {
 BLOCKS: dict[str, Block] = {
     "step-at-256": Table(_step_at_256, (SIZES,)),
     "step-by-context": Table(_step_by_context),
-    "compile-at-256": Table(_compile_at_256, (COMPILE,)),
+    "compile-at-256": Table(two_ways(COMPILE, "compile", {"off": "eager", "on": "compiled"}), (COMPILE,)),
     "warmup-at-256": Table(_warmup_at_256),
     "leaderboard": Table(_leaderboard, (LEADERBOARD,)),
     "flash-kernels": BY_LENGTH["kernels"],

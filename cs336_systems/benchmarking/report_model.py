@@ -16,8 +16,8 @@ from cs336_systems.benchmarking.profile_tables import (
     STEPS,
     profiled_steps,
 )
-from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order
-from cs336_systems.benchmarking.report_parts import Item, Part
+from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order, two_ways
+from cs336_systems.benchmarking.report_parts import Answer, Item, Part
 from cs336_systems.benchmarking.report_rows import (
     Sentence,
     enumerate_words,
@@ -152,17 +152,22 @@ def _answer_warmup(results: Path) -> list[Sentence | None]:
     ]  # fmt: skip
 
 
-def _answer_compile(results: Path) -> list[Sentence | None]:
-    rows = [row for row in read_rows(results / COMPILE)[0] if row.ok]
-    eager = {(row.size, row.precision): row for row in rows if row.compile == "off"}
-    answers = []
-    for precision in dict.fromkeys(row.precision for row in rows):
-        pairs = [(ratio(base.step_mean_ms, row.step_mean_ms), row.size) for row in rows
-                 if row.compile == "on" and row.precision == precision
-                 and (base := eager.get((row.size, precision)))]  # fmt: skip
-        answers.append(say("Compiled, the {precision} step is {range} times as fast.",
-                           precision=precision, range=from_to(pairs)))  # fmt: skip
-    return answers
+def _answer_two_ways(path: str, field: str, before: str, after: str, words: str) -> Answer:
+    """How much faster the step is `after` than `before`, by precision; `words` begin the sentence."""
+
+    def answer(results: Path) -> list[Sentence | None]:
+        rows = [row for row in read_rows(results / path)[0] if row.ok]
+        base = {(row.size, row.precision): row for row in rows if row[field] == before}
+        answers = []
+        for precision in dict.fromkeys(row.precision for row in rows):
+            pairs = [(ratio(other.step_mean_ms, row.step_mean_ms), row.size) for row in rows
+                     if (row[field], row.precision) == (after, precision)
+                     and (other := base.get((row.size, precision)))]  # fmt: skip
+            answers.append(say("{words} the {precision} step is {range} times as fast.", words=words,
+                               precision=precision, range=from_to(pairs)))  # fmt: skip
+        return answers
+
+    return answer
 
 
 # ---- 2: nsys ---------------------------------------------------------------------------------------------------------
@@ -269,18 +274,24 @@ def _fixed(loss: float | None, signed: bool = False) -> str | None:
 
 ACCUMULATION, DTYPES, LAYER_NORM = (f"mixed_precision/{name}.json" for name in ("accumulation", "dtypes", "layer_norm"))
 KERNELS = "kernels/steps.json"
+FUSED = "benchmark/kernels/benchmark.json"
 
 ITEMS = (
     Item(1, "End-to-end benchmark", ("benchmarking_script",),
          "how long do the forward pass, the backward pass and the optimizer step of each size take, on average and "
-         "with what deviation; what does leaving out warm-up steps change; what do torch.compile and bfloat16 bring?",
+         "with what deviation; what does leaving out warm-up steps change; what do torch.compile, bfloat16 and (beyond "
+         "the assignment) fused kernels bring?",
          (Part("Sizes, contexts and precisions", "benchmark/sizes", (SIZES,),
                (bare("step-at-256"), bare("step-by-context")),
                (("Phases by size, context and precision", "benchmark/sizes/benchmark.png"),), _answer_sizes),
           Part("Forward alone, and with backward", "benchmark/modes", (MODES,), (_modes_table,), (), _answer_modes),
           Part("Warm-up", "benchmark/warmup", (WARMUP,), (bare("warmup-at-256"),),
                (("Steps by warm-up", "benchmark/warmup/benchmark.png"),), _answer_warmup),
-          Part("torch.compile", "benchmark/compile", (COMPILE,), (bare("compile-at-256"),), (), _answer_compile))),
+          Part("torch.compile", "benchmark/compile", (COMPILE,), (bare("compile-at-256"),), (),
+               _answer_two_ways(COMPILE, "compile", "off", "on", "Compiled,")),
+          Part("Fused kernels", "benchmark/kernels", (FUSED,),
+               (two_ways(FUSED, "kernels", {"plain": "plain", "fused": "fused"}),), (),
+               _answer_two_ways(FUSED, "kernels", "plain", "fused", "With fused kernels")))),
     Item(2, "Profiling with nsys", ("nsys_profile",),
          "from a profiler's report of a step: (a) how long is forward, against the benchmark; (b) which kernel takes "
          "the most time in forward, and how often does it run; (c) which kernels besides matrix products matter; (d) "
