@@ -205,13 +205,13 @@ def test_autocast_takes_masters_in_float32_and_gives_them_gradients_in_float32(d
         assert largest_error(our, true) <= 2 * largest_error(peer, true) + 1e-6
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_under_torch_compile(backend, device, annotations_unchecked):
+@pytest.mark.slow
+def test_under_torch_compile(device, annotations_unchecked):
     def loss_of(x, weight, targets):
         return 3 * linear_cross_entropy(x * 2, weight, targets, chunk_bytes=3 * 64 * 4)
 
     x, weight, targets = draw(7, 40, 8, torch.float32, device)
-    compiled = torch.compile(loss_of, backend=backend, fullgraph=True)
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
     for tokens in (7, 4):
         ours = loss_and_gradients(compiled, x[:tokens], weight, targets[:tokens])
         expected = loss_and_gradients(loss_of, x[:tokens], weight, targets[:tokens])
@@ -221,7 +221,7 @@ def test_under_torch_compile(backend, device, annotations_unchecked):
 
 def test_logits_never_exist_whole(device):
     """One chunk's logits, the two gradients, and little else."""
-    n_tokens, vocab_size, d_model, rows = 64, 1024, 8, 8
+    n_tokens, vocab_size, d_model, rows = 24, 1024, 4, 3
     x, weight, targets = draw(n_tokens, vocab_size, d_model, torch.float32, device)
     chunk_bytes = rows * vocab_size * 4
     with PeakMemory() as memory, torch.no_grad():
@@ -246,7 +246,7 @@ def test_every_element_of_the_results_is_written(device, monkeypatch):
 
 
 def test_two_runs_agree_bit_for_bit(device):
-    x, weight, targets = draw(20, 300, 16, torch.float32, device)
+    x, weight, targets = draw(6, 100, 16, torch.float32, device)
     first, second = (loss_and_gradients(linear_cross_entropy, x, weight, targets) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
