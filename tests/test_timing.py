@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from cs336_systems.benchmarking import timing
 from cs336_systems.benchmarking.timing import PhaseTimer, time_step
 
 
@@ -37,6 +38,28 @@ def test_warmup_steps_run_and_are_not_measured():
     assert calls == ["slow"] * 2 + ["fast"] * 4
     assert warm == [2]
     assert max(times["forward"]) < 50
+
+
+def test_work_that_was_queued_counts_where_it_was_queued(monkeypatch):
+    """A device that works only when it is waited for stands for one that works while the host goes on."""
+    queue = []
+
+    def wait_for(device):
+        assert device == "cpu"
+        while queue:
+            time.sleep(queue.pop())
+
+    monkeypatch.setattr(timing, "synchronize", wait_for)
+
+    def step(phase):
+        queue.append(0.03)  # before the phase, and none of its business
+        with phase("forward"):
+            queue.append(0.02)
+
+    times = time_step(step, warmup=0, steps=2, device="cpu")
+    assert min(times["forward"]) >= 20
+    assert min(times["forward"]) < 30
+    assert min(times["step"]) >= 50
 
 
 @pytest.mark.parametrize(("arguments", "message"), [((-1, 1), "warmup=-1"), ((0, 0), "steps=0")])
