@@ -57,7 +57,9 @@ def launch(case: Case) -> None:
     x, w, of_rows = tensor(rows, d), tensor(d), tensor(rows, dtype=torch.float32)
     name = case.kernel
     if name == "_adamw_kernel":
-        adamw._launch_adamw([[0, 0, 0, 0, d, 0, 0, 0]], (dtype,) * 4, True, torch.device("cpu"))
+        update = adamw._Launch()
+        update.add((0, 0, 0, 0), d, (0, 0, 0))
+        adamw._launch_adamw(update, (dtype,) * 4, True, torch.device("cpu"))
     elif name == "_cross_entropy_kernel":
         targets = tensor(rows, dtype=torch.int64)
         linear_cross_entropy._launch_cross_entropy(x, targets, of_rows, -100, True)

@@ -12,7 +12,7 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,24 +97,49 @@ def _tensor_of_tile(n_tiles: tuple[int, ...], device: torch.device) -> Tensor:
 _TRITON_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def _launch_adamw(
-    rows: list[list[int]], dtypes: tuple[torch.dtype, ...], is_aligned: bool, device: torch.device
-) -> None:
-    """Updates one tensor a row: [addresses of p, g, m and v; elements; the scalars, in three integers]."""
-    n_tiles = tuple(-(-row[4] // TILE) for row in rows)
-    first_tile = 0
-    for row, tiles in zip(rows, n_tiles, strict=True):
-        row.insert(5, first_tile)
-        first_tile += tiles
-    table = torch.tensor(rows, dtype=torch.int64)
+class _Launch:
+    """The tensors that one launch updates: rows of its table, one after another, and each row's tiles."""
+
+    def __init__(self) -> None:
+        self.table: list[int] = []
+        self.n_tiles: list[int] = []
+        self.first_tile = 0
+
+    def add(self, addresses: tuple[int, int, int, int], n_elements: int, scalars: tuple[int, ...]) -> None:
+        """Addresses of p, g, m and v; `_scalars`."""
+        self.table += (*addresses, n_elements, self.first_tile, *scalars)
+        tiles = -(-n_elements // TILE)
+        self.n_tiles.append(tiles)
+        self.first_tile += tiles
+
+
+def _launch_adamw(update: _Launch, dtypes: tuple[torch.dtype, ...], is_aligned: bool, device: torch.device) -> None:
+    """Updates the tensors of one combination of dtypes (p, g, m, v)."""
+    table = torch.tensor(update.table, dtype=torch.int64)
     if device.type == "cuda":
         # From pinned memory the copy is queued like a kernel; the allocator keeps that memory until it is done.
         table = table.pin_memory().to(device, non_blocking=True)
     p, g, m, v = (getattr(tl, _TRITON_DTYPES[dtype]) for dtype in dtypes)
     launch(
-        _adamw_kernel, first_tile, table, _tensor_of_tile(n_tiles, device), P_DTYPE=p, G_DTYPE=g, M_DTYPE=m, V_DTYPE=v,
-        ALIGNMENT=_ALIGNMENT_BYTES if is_aligned else 1, ROW=_ROW, TILE=TILE, num_warps=_N_WARPS,
+        _adamw_kernel, update.first_tile, table, _tensor_of_tile(tuple(update.n_tiles), device), P_DTYPE=p, G_DTYPE=g,
+        M_DTYPE=m, V_DTYPE=v, ALIGNMENT=_ALIGNMENT_BYTES if is_aligned else 1, ROW=_ROW, TILE=TILE, num_warps=_N_WARPS,
     )  # fmt: skip
+
+
+class _Known(NamedTuple):
+    """What need not be looked at again while a parameter, its state and the layout of its gradients stay the same."""
+
+    address: int
+    m: Tensor
+    v: Tensor
+    gradient_dtype: torch.dtype
+    gradient_stride: tuple[int, ...]
+    n_elements: int
+    m_address: int
+    v_address: int
+    unaligned: int  # the bits of the addresses, one or another, that are not a multiple of the alignment
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
 
 
 class FusedAdamW(AdamW):
@@ -146,10 +171,15 @@ class FusedAdamW(AdamW):
         if state_dtype is not None and state_dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"state_dtype is {state_dtype}; it must be float32, float16, bfloat16 or None")
         self.state_dtype = state_dtype
+        self._known: dict[int, _Known] = {}  # by the parameter's id
         super().__init__(params, lr, betas, eps, weight_decay)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "state_dtype": self.state_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._known = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
@@ -158,32 +188,46 @@ class FusedAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        launches: dict[tuple, list[list[int]]] = defaultdict(list)
-        updated: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+        launches: dict[tuple, _Launch] = defaultdict(_Launch)
+        updated: list[Tensor] = []
+        laid_out: list[tuple[Tensor, Tensor, Tensor]] = []
         for group in self.param_groups:
             scalars: dict[int, tuple[int, ...]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None or parameter.numel() == 0:
+                gradient = parameter.grad
+                if gradient is None or parameter.numel() == 0:
                     continue
-                _check(parameter, parameter.grad)
-                state = self._state_of(parameter)
+                state = self.state[parameter]
+                p, g = parameter, gradient
+                known = self._known.get(id(parameter))
+                # Short, as hundreds of parameters go through it while the device may wait.
+                if (
+                    known is None
+                    or known.address != parameter.data_ptr()
+                    or known.m is not state.get("exp_avg")
+                    or known.v is not state.get("exp_avg_sq")
+                    or known.gradient_dtype is not gradient.dtype
+                    or known.gradient_stride != gradient.stride()
+                ):
+                    p, g, known = self._look_at(parameter, gradient, state)
+                    if p is not parameter or g is not gradient:
+                        laid_out.append((parameter, p, g))
                 t = state["step"] = int(state["step"]) + 1  # torch.optim's own AdamW has it in a tensor
                 if t not in scalars:
                     scalars[t] = _scalars(group, t)
-                m, v = state["exp_avg"], state["exp_avg_sq"]
-                tensors = (_laid_out_like(m, parameter), _laid_out_like(m, parameter.grad), m, v)
-                addresses = [tensor.data_ptr() for tensor in tensors]
-                is_aligned = all(address % _ALIGNMENT_BYTES == 0 for address in addresses)
-                key = (tuple(tensor.dtype for tensor in tensors), is_aligned, parameter.device)
-                launches[key].append([*addresses, parameter.numel(), *scalars[t]])
-                updated.append((parameter, tensors))
-        for key, rows in launches.items():
-            _launch_adamw(rows, *key)
-        for parameter, (laid_out, *_) in updated:
-            if laid_out is not parameter:
-                parameter.copy_(laid_out)
+                address = g.data_ptr()
+                is_aligned = (known.unaligned | address) % _ALIGNMENT_BYTES == 0
+                launches[known.dtypes, is_aligned, known.device].add(
+                    (known.address, address, known.m_address, known.v_address), known.n_elements, scalars[t]
+                )
+                updated.append(parameter)
+        for key, update in launches.items():
+            _launch_adamw(update, *key)
+        for parameter, p, _ in laid_out:
+            if p is not parameter:
+                parameter.copy_(p)
         # As any operator that changes a tensor does: autograd must notice if a graph still needs the old values.
-        torch.autograd.graph.increment_version([parameter for parameter, _ in updated])
+        torch.autograd.graph.increment_version(updated)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -196,16 +240,37 @@ class FusedAdamW(AdamW):
                     if name in saved:
                         self.state[parameter][name] = self._zeros(parameter).copy_(saved[name])
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The parameter's state, new at its first step; both tensors of it are dense, with equal strides."""
-        state = self.state[parameter]
+    def _look_at(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, _Known]:
+        """Checks a parameter, makes its state at its first step, and returns parameter and gradient, or copies of them,
+        laid out in memory as the state is. What is updated where it lies is remembered."""
+        _check(parameter, gradient)
         state.setdefault("step", 0)
         m, v = state.get("exp_avg"), state.get("exp_avg_sq")
         if m is None or v is None:
-            state["exp_avg"], state["exp_avg_sq"] = self._zeros(parameter), self._zeros(parameter)
+            m, v = self._zeros(parameter), self._zeros(parameter)
         elif m.stride() != v.stride() or not (m.is_contiguous() or m.stride() == torch.empty_like(m).stride()):
-            state["exp_avg"], state["exp_avg_sq"] = (self._zeros(parameter).copy_(x) for x in (m, v))
-        return state
+            m, v = (self._zeros(parameter).copy_(x) for x in (m, v))
+        state["exp_avg"], state["exp_avg_sq"] = m, v
+        p, g = _laid_out_like(m, parameter), _laid_out_like(m, gradient)
+        addresses = p.data_ptr(), m.data_ptr(), v.data_ptr()
+        known = _Known(
+            address=addresses[0],
+            m=m,
+            v=v,
+            gradient_dtype=gradient.dtype,
+            gradient_stride=gradient.stride(),
+            n_elements=parameter.numel(),
+            m_address=addresses[1],
+            v_address=addresses[2],
+            unaligned=(addresses[0] | addresses[1] | addresses[2]) % _ALIGNMENT_BYTES,
+            dtypes=tuple(x.dtype for x in (p, g, m, v)),
+            device=parameter.device,
+        )
+        if p is parameter and g is gradient:
+            self._known[id(parameter)] = known
+        else:
+            self._known.pop(id(parameter), None)
+        return p, g, known
 
     def _zeros(self, parameter: Tensor) -> Tensor:
         """Dense, in the parameter's order of memory if that has one."""
