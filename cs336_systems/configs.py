@@ -16,7 +16,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Compile = Literal["off", "on", "blocks"]
 Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton", "flash-hopper"]
 Optimizer = Literal["adamw", "adamw-fused"]
-Kernels = Literal["plain", "fused"]
+Kernels = Literal["plain", "loss", "fused"]
 
 # Of any one dimension: what a signed 32-bit number holds. Larger ones overflow before they run out of memory.
 LARGEST = 2**31 - 1

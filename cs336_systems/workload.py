@@ -30,8 +30,8 @@ class Workload:
 
     `step(phase)` opens the phases "forward", "loss", "backward" and "optimizer", as many as the mode has. A forward
     step runs without autograd. Gradients are dropped before each step (set to None), so that backward writes them and
-    never adds to the last step's. With fused kernels the loss is made inside the model, in "forward", and "loss" is an
-    empty phase. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
+    never adds to the last step's. With kernels other than plain the loss is made inside the model, in "forward", and
+    "loss" is an empty phase. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
 
     Attributes:
         model: the `BasicsTransformerLM`, parameters in float32; compiled, and its blocks in checkpointed segments, if
@@ -82,7 +82,7 @@ class Workload:
                 self.model(self.inputs)
             return
         self.model.zero_grad(set_to_none=True)
-        is_fused = self.cell.kernels == "fused"
+        is_fused = self.cell.kernels != "plain"
         with phase("forward"), self.autocast():
             output = self.model(self.inputs, self.targets) if is_fused else self.model(self.inputs)
         with phase("loss"), self.autocast():
@@ -100,7 +100,7 @@ class Workload:
 
 def build_model(config, device: torch.device | str, kernels: str = "plain") -> BasicsTransformerLM:
     """A `BasicsTransformerLM` of `config` (a `ModelConfig`) with random float32 weights, made on `device` itself; with
-    `kernels="fused"`, `use_fused_kernels` of the same."""
+    `kernels` other than "plain", `use_fused_kernels` of the same."""
     with torch.device(device):
         model = BasicsTransformerLM(
             vocab_size=config.vocab_size,
@@ -111,21 +111,21 @@ def build_model(config, device: torch.device | str, kernels: str = "plain") -> B
             d_ff=config.d_ff,
             rope_theta=config.rope_theta,
         )
-    if kernels == "fused":
+    if kernels != "plain":
         from cs336_systems.kernels.fused_model import use_fused_kernels
 
-        use_fused_kernels(model)
+        use_fused_kernels(model, only_loss=kernels == "loss")
     return model
 
 
 def optimizer_class(name: str, kernels: str = "plain") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The project's AdamW ("adamw"; with fused kernels in one launch) or PyTorch's own fused one ("adamw-fused"): the
-    class, and the keywords that make it so."""
+    """The project's AdamW ("adamw"; in one launch unless kernels are plain) or PyTorch's own fused one ("adamw-fused"):
+    the class, and the keywords that make it so."""
     if name == "adamw-fused":
         return torch.optim.AdamW, {"fused": True}
     if name != "adamw":
         raise ValueError(f"optimizer={name!r}: must be adamw or adamw-fused")
-    if kernels == "fused":
+    if kernels != "plain":
         from cs336_systems.kernels.adamw import FusedAdamW
 
         return FusedAdamW, {}
@@ -161,7 +161,7 @@ def select_attention(name: str, device: torch.device) -> None:
 
 def why_kernels_not(name: str, device: torch.device | str) -> str | None:
     """What is missing to run the model with these kernels on a device; None where they can run."""
-    return why_not("flash-triton", device) if name == "fused" else None  # what attention's need is all that these do
+    return None if name == "plain" else why_not("flash-triton", device)  # what attention's need is all that these do
 
 
 def check_kernels(name: str, device: torch.device) -> None:

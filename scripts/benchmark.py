@@ -34,8 +34,8 @@ class Arguments:
     attention: tuple[Attention, ...] = ("naive",)
     """The attention that the model calls."""
     kernels: tuple[Kernels, ...] = ("plain",)
-    """plain, or fused: Triton kernels for norms, SwiGLU, rotary positions, the last layer with the loss (whose time is
-    then part of forward's), and the project's AdamW."""
+    """Triton's instead of PyTorch's: none (plain); the last layer with the loss, whose time is then part of forward's,
+    and the project's AdamW (loss); or these and norms, SwiGLU and rotary positions (fused)."""
     optimizer: tuple[Optimizer, ...] = ("adamw",)
     """The project's AdamW, or PyTorch's fused one."""
     checkpoint_every: tuple[int, ...] = (0,)

@@ -71,6 +71,17 @@ def test_logits_loss_and_gradients_are_the_plain_models(models, device):
     assert_equal_gradients(gradients(cross_entropy(logits, targets), fused), expected_gradients)
 
 
+def test_only_the_loss(models, device):
+    plain, fused = models
+    with_loss = use_fused_kernels(copy.deepcopy(plain), only_loss=True)
+    assert {type(module) for module in with_loss.layers.modules()} == {
+        type(module) for module in plain.layers.modules()
+    }
+    inputs, targets = draw(device)
+    torch.testing.assert_close(with_loss(inputs, targets), fused(inputs, targets))
+    assert torch.equal(with_loss(inputs), plain(inputs))
+
+
 def test_state_dicts_go_both_ways_and_parameters_are_the_same_objects(models):
     plain, fused = models
     assert list(plain.state_dict()) == list(fused.state_dict())
@@ -152,6 +163,7 @@ def test_a_workload_takes_the_same_steps(device):
         fused.step(lambda name: (phases.append(name), torch.enable_grad())[1])
         plain.step(lambda name: torch.enable_grad())
         torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-5, atol=1e-5)
+    assert type(Workload(_cell(device=device, kernels="loss")).model) is FusedTransformerLM
     assert phases == ["forward", "loss", "backward", "optimizer"] * 2
     for our, their in zip(fused.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)
@@ -229,5 +241,5 @@ def test_a_table_tells_the_two_apart():
     rows = [BenchmarkRow(**vars(_cell(kernels=kernels))) for kernels in ("plain", "fused")]
     assert table_columns(rows)["kernels"] == "kernels"
     assert cell_label(_cell()) == "tiny ctx 4 train-step fp32 fused"
-    with pytest.raises(ValueError, match="kernels='triton': must be one of plain, fused"):
+    with pytest.raises(ValueError, match="kernels='triton': must be one of plain, loss, fused"):
         _cell(kernels="triton")

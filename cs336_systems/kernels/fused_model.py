@@ -96,22 +96,21 @@ _FUSED: dict[type, type] = {
 }
 
 
-def use_fused_kernels(model: BasicsTransformerLM) -> FusedTransformerLM:
+def use_fused_kernels(model: BasicsTransformerLM, only_loss: bool = False) -> FusedTransformerLM:
     """Changes a model in place, and returns it: `model(inputs, targets)` is then the mean loss, `model(inputs)` logits.
 
-    Parameters, their names and the state dict are what they were. Call it before the model is compiled, wrapped for
-    data parallelism or divided into checkpointed segments. The kernels run on a CUDA device, or on a CPU in Triton's
-    interpreter; elsewhere forward raises ValueError (`support.why_not` tells in advance).
+    With `only_loss` the blocks stay as they are, for torch.compile to fuse. Parameters, their names and the state dict
+    are what they were. Call it before the model is compiled, wrapped for data parallelism or divided into checkpointed
+    segments. The kernels run on a CUDA device, or on a CPU in Triton's interpreter; elsewhere forward raises ValueError
+    (`support.why_not` tells in advance).
 
     Raises:
         TypeError: `model` is not a `BasicsTransformerLM` itself, or is fused already.
     """
     if type(model) is not BasicsTransformerLM:
         raise TypeError(f"model is a {type(model).__name__}; it must be a BasicsTransformerLM that is not fused yet")
-    for module in model.modules():
-        fused = _FUSED.get(type(module))
-        if fused is not None:
-            module.__class__ = fused
+    for module in [model] if only_loss else model.modules():
+        module.__class__ = _FUSED.get(type(module), type(module))
     # An instance's method and no subclass: what shards layers knows them by their class.
     vars(model.lm_head)["forward"] = MethodType(_head_or_loss, model.lm_head)
     assert isinstance(model, FusedTransformerLM)

@@ -80,7 +80,8 @@ class TrainArguments:
     attention: Attention = "naive"
     """The attention that the model calls."""
     kernels: Kernels = "plain"
-    """plain, or fused: Triton kernels for norms, SwiGLU, rotary positions, last layer and loss, and AdamW."""
+    """Triton's instead of PyTorch's: none (plain), last layer with loss, and AdamW (loss), or these and norms, SwiGLU
+    and rotary positions (fused)."""
     compile: Compile = "off"
     """torch.compile: off, on (the whole model), or blocks (each block by itself)."""
     parallel: Parallel = "none"

@@ -137,7 +137,7 @@ class Trainer:
 
     def _loss(self, inputs: Int[Tensor, "batch ctx"], targets: Int[Tensor, "batch ctx"]) -> Float[Tensor, ""]:
         with self.autocast():
-            if self.config.kernels == "fused":
+            if self.config.kernels != "plain":
                 return self.model.wrapped(inputs, targets)
             return cross_entropy(self.model.wrapped(inputs), targets)
 
