@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cs336_systems.benchmarking import report_memory, report_model, report_parallel
+from cs336_systems.benchmarking import report_memory, report_model, report_parallel, report_profiles
 from cs336_systems.benchmarking.report_attention import ATTENTION_ITEMS, KERNEL_ITEM
 from cs336_systems.benchmarking.report_parts import Item, item_markdown, link
 
 ITEMS: tuple[Item, ...] = (
-    *report_model.ITEMS,
+    report_model.BENCHMARK_ITEM,
+    report_profiles.ITEM,
+    report_model.PRECISION_ITEM,
     *report_memory.ITEMS,
     *ATTENTION_ITEMS,
     *report_parallel.ITEMS,

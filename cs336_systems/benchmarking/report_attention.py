@@ -170,30 +170,76 @@ def _answer_leaderboard(results: Path) -> list[Sentence | None]:
 ALONE = "attention_benchmark/attention_benchmark.json"
 
 ATTENTION_ITEMS = (
-    Item(6, "Attention alone", ("pytorch_attention", "torch_compile"),
-         "without heads and batched, how long do a hundred forward and backward passes of plain attention take by "
-         "width and length, eager and compiled; how much memory is in use before backward, how does it grow, and where "
-         "does memory run out?",
-         (Part("Plain attention, eager and compiled", "attention_benchmark", (ALONE,), (_attention_table,),
-               (("Time and memory of attention alone", "attention_benchmark/attention_benchmark.png"),),
-               _answer_alone),)),
-    Item(7, "FlashAttention-2 against the others",
-         ("flash_forward", "flash_backward", "flash_benchmarking", "leaderboard"),
-         "causal, over lengths, widths and precisions: how fast are forward, backward and both, beside plain attention "
-         "and PyTorch's own kernels; and how fast by the leaderboard's rules?",
-         (Part("Over lengths, one head", "flash_benchmark", (FLASH,), (_flash_table, _ratios("bf16"), _ratios("fp32")),
-               (("TFLOP/s over length", "flash_benchmark/flash_benchmark_tflops_*.png"),
-                ("Memory over length", "flash_benchmark/flash_benchmark_memory.png")), _answer_flash(FLASH)),
-          Part("Over lengths, kernels alone", "flash_kernels", (FLASH_KERNELS,), (_ratios("kernels"),),
-               (("TFLOP/s over length", "flash_kernels/flash_benchmark_tflops_*.png"),), _answer_flash(FLASH_KERNELS)),
-          *(Part(f"Many heads, {what}: ms (TFLOP/s)", name, ANCHORS[name].files, (ANCHORS[name].make,), (),
-                 _answer_flash(*ANCHORS[name].files))
-            for name, what in (("flash_anchors", "bfloat16, causal"),
-                               ("flash_anchors_not_causal", "bfloat16, not causal"),
-                               ("flash_anchors_fp32", "float32, causal"))),
-          Part("By the leaderboard's rules", "leaderboard_attention", (LEADERBOARD,), (bare("leaderboard"),), (),
-               _answer_leaderboard))),
-)  # fmt: skip
+    Item(
+        6,
+        "Attention alone",
+        ("pytorch_attention", "torch_compile"),
+        "without heads and batched, how long do a hundred forward and backward passes of plain attention take by "
+        "width and length, eager and compiled; how much memory is in use before backward, how does it grow, and where "
+        "does memory run out?",
+        (
+            Part(
+                "Plain attention, eager and compiled",
+                "attention_benchmark",
+                (ALONE,),
+                (_attention_table,),
+                (("Time and memory of attention alone", "attention_benchmark/attention_benchmark.png"),),
+                _answer_alone,
+            ),
+        ),
+    ),
+    Item(
+        7,
+        "FlashAttention-2 against the others",
+        ("flash_forward", "flash_backward", "flash_benchmarking", "leaderboard"),
+        "causal, over lengths, widths and precisions: how fast are forward, backward and both, beside plain attention "
+        "and PyTorch's own kernels; and how fast by the leaderboard's rules?",
+        (
+            Part(
+                "Over lengths, one head",
+                "flash_benchmark",
+                (FLASH,),
+                (_flash_table, _ratios("bf16"), _ratios("fp32")),
+                (
+                    ("TFLOP/s over length", "flash_benchmark/flash_benchmark_tflops_*.png"),
+                    ("Memory over length", "flash_benchmark/flash_benchmark_memory.png"),
+                ),
+                _answer_flash(FLASH),
+            ),
+            Part(
+                "Over lengths, kernels alone",
+                "flash_kernels",
+                (FLASH_KERNELS,),
+                (_ratios("kernels"),),
+                (("TFLOP/s over length", "flash_kernels/flash_benchmark_tflops_*.png"),),
+                _answer_flash(FLASH_KERNELS),
+            ),
+            *(
+                Part(
+                    f"Many heads, {what}: ms (TFLOP/s)",
+                    name,
+                    ANCHORS[name].files,
+                    (ANCHORS[name].make,),
+                    (),
+                    _answer_flash(*ANCHORS[name].files),
+                )
+                for name, what in (
+                    ("flash_anchors", "bfloat16, causal"),
+                    ("flash_anchors_not_causal", "bfloat16, not causal"),
+                    ("flash_anchors_fp32", "float32, causal"),
+                )
+            ),
+            Part(
+                "By the leaderboard's rules",
+                "leaderboard_attention",
+                (LEADERBOARD,),
+                (bare("leaderboard"),),
+                (),
+                _answer_leaderboard,
+            ),
+        ),
+    ),
+)
 
 
 def _weighted_sum(link: Callable[[str], str]) -> str:

@@ -227,26 +227,75 @@ SAVED, SAVED_LIST = "saved_tensors/saved_tensors.json", "saved_tensors/saved_ten
 NESTED = "checkpointing/nested.json"
 
 ITEMS = (
-    Item(4, "Memory", ("memory_profiling",),
-         "what does memory look like over a forward pass and over a full training step; what are the peaks by context "
-         "and precision; how large is an activation of the residual stream; which are the largest allocations, and "
-         "what code makes them; what does one block keep for backward?",
-         (Part("Peaks by context and precision", "memory", (MEMORY,), (memory_rows([MEMORY]),),
-               (("What holds the memory over one step", "memory/pictures/*train-step*.png"),
-                ("What holds the memory over one forward pass", "memory/pictures/*forward*.png")), _answer_memory),
-          Part("The largest allocations", None, (ALLOCATIONS,), (_allocations_table,), (), _answer_allocations),
-          Part("The longest context", "memory_2048", (MEMORY_2048,), (memory_rows([MEMORY_2048]),),
-               (("What held the memory", "memory_2048/pictures/*train-step*.png"),), _answer_2048),
-          Part("Beside the formulas", "memory_check", (MEMORY_CHECK,), (PROFILE_BLOCKS["memory-by-formula"].make,), (),
-               _answer_check),
-          Part("What one block keeps for backward", "saved_tensors", (SAVED, SAVED_LIST),
-               (columns_of(SAVED, SAVED_COLUMNS), _saved_table), (), _answer_saved))),
-    Item(5, "Activation checkpointing", (),
-         "how does the largest model's peak memory depend on the number of blocks in a checkpointed segment, and which "
-         "is best; how do memory and work grow with depth if checkpoints are nested?",
-         (Part("Blocks in a segment", "checkpointing_model", (CHECKPOINTING,), (PROFILE_BLOCKS["checkpointing"].make,),
-               (("Peak memory over the blocks in a segment", "checkpointing_model/checkpointing.png"),),
-               _answer_checkpoints),
-          Part("Nested checkpoints", "checkpointing", (NESTED,), (columns_of(NESTED, NESTED_COLUMNS),),
-               (("Peak memory and forward passes over depth", "checkpointing/nested.png"),), _answer_nested))),
-)  # fmt: skip
+    Item(
+        4,
+        "Memory",
+        ("memory_profiling",),
+        "what does memory look like over a forward pass and over a full training step; what are the peaks by context "
+        "and precision; how large is an activation of the residual stream; which are the largest allocations, and "
+        "what code makes them; what does one block keep for backward?",
+        (
+            Part(
+                "Peaks by context and precision",
+                "memory",
+                (MEMORY,),
+                (memory_rows([MEMORY]),),
+                (
+                    ("What holds the memory over one step", "memory/pictures/*train-step*.png"),
+                    ("What holds the memory over one forward pass", "memory/pictures/*forward*.png"),
+                ),
+                _answer_memory,
+            ),
+            Part("The largest allocations", None, (ALLOCATIONS,), (_allocations_table,), (), _answer_allocations),
+            Part(
+                "The longest context",
+                "memory_2048",
+                (MEMORY_2048,),
+                (memory_rows([MEMORY_2048]),),
+                (("What held the memory", "memory_2048/pictures/*train-step*.png"),),
+                _answer_2048,
+            ),
+            Part(
+                "Beside the formulas",
+                "memory_check",
+                (MEMORY_CHECK,),
+                (PROFILE_BLOCKS["memory-by-formula"].make,),
+                (),
+                _answer_check,
+            ),
+            Part(
+                "What one block keeps for backward",
+                "saved_tensors",
+                (SAVED, SAVED_LIST),
+                (columns_of(SAVED, SAVED_COLUMNS), _saved_table),
+                (),
+                _answer_saved,
+            ),
+        ),
+    ),
+    Item(
+        5,
+        "Activation checkpointing",
+        (),
+        "how does the largest model's peak memory depend on the number of blocks in a checkpointed segment, and which "
+        "is best; how do memory and work grow with depth if checkpoints are nested?",
+        (
+            Part(
+                "Blocks in a segment",
+                "checkpointing_model",
+                (CHECKPOINTING,),
+                (PROFILE_BLOCKS["checkpointing"].make,),
+                (("Peak memory over the blocks in a segment", "checkpointing_model/checkpointing.png"),),
+                _answer_checkpoints,
+            ),
+            Part(
+                "Nested checkpoints",
+                "checkpointing",
+                (NESTED,),
+                (columns_of(NESTED, NESTED_COLUMNS),),
+                (("Peak memory and forward passes over depth", "checkpointing/nested.png"),),
+                _answer_nested,
+            ),
+        ),
+    ),
+)

@@ -1,4 +1,4 @@
-"""The report's items on the model: the end-to-end benchmark, nsys, and what low precision does."""
+"""The report's items on the model: the end-to-end benchmark, and what low precision does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 from cs336_systems.benchmarking.layer_norm_precision import LAYER_NORM_COLUMNS
 from cs336_systems.benchmarking.mixed_precision import ACCUMULATION_COLUMNS, DTYPE_COLUMNS
 from cs336_systems.benchmarking.profile_tables import (
-    AGREEMENT,
     CONVERGENCE,
     PRECISIONS,
     PROFILE_BLOCKS,
-    STEPS,
-    profiled_steps,
 )
 from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order, two_ways
 from cs336_systems.benchmarking.report_parts import Answer, Item, Part
@@ -170,44 +167,6 @@ def _answer_two_ways(path: str, field: str, before: str, after: str, words: str)
     return answer
 
 
-# ---- 2: nsys ---------------------------------------------------------------------------------------------------------
-
-
-def _answer_steps(path: str, profiler: str):
-    def answer(results: Path) -> list[Sentence | None]:
-        rows = read_rows(results / path)[0]
-        done = [row for row in rows if row.ok]
-        chosen = dict.fromkeys(source for row in (done[:1] + done[-1:]) if (source := row.source))
-        by_source = {row.source: row for row in done}
-        return [sentence for source in chosen for sentence in _one_step(by_source[source], profiler)] + [failures(rows)]
-
-    return answer
-
-
-def _one_step(row: Any, profiler: str) -> list[Sentence | None]:
-    same = {True: "it leads in the whole step too", False: "in the whole step another one leads"}.get(row.same_leader)
-    return [
-        say("{size} at context {ctx}, {mode} in {precision}:", size=row.size, ctx=row.ctx, mode=row.mode,
-            precision=row.precision),
-        say("(a) forward takes {ms} ms under {profiler}, and {bench} ms in the benchmark.", ms=row.forward_ms,
-            profiler=profiler, bench=row.forward_benchmark_ms)
-        or say("(a) forward takes {ms} ms under {profiler}, and its kernels run for {kernels} ms of that.",
-               ms=row.forward_ms, kernels=row.forward_kernel_ms, profiler=profiler),
-        say("(b) In forward most time goes to `{leader}`: {share}, in {count} launches; {same}.",
-            leader=row.forward_leader, share=percent(row.forward_leader_share),
-            count=None if row.forward_leader_count is None else f"{row.forward_leader_count:g}", same=same),
-        say("(c) Besides matrix products, forward spends its kernel time on {others}.", others=row.forward_others or
-            None),
-        say("(d) Matrix products take {forward} of forward's kernel time and {step} of the step's.",
-            forward=percent(row.forward_matmul_share), step=percent(row.step_matmul_share)),
-        say("(e) Softmax takes {time} times as long as attention's two matrix products, for {flops} times their FLOPs: "
-            "it moves as many bytes, and computes little with them.", time=row.softmax_time_ratio,
-            flops=row.softmax_flop_ratio),
-        say("What binds the step is {binding}; for {waiting} of it the card waits for launches.", binding=row.binding,
-            waiting=percent(row.waiting_share)),
-    ]  # fmt: skip
-
-
 # ---- 3: precision ----------------------------------------------------------------------------------------------------
 
 
@@ -273,45 +232,84 @@ def _fixed(loss: float | None, signed: bool = False) -> str | None:
 
 
 ACCUMULATION, DTYPES, LAYER_NORM = (f"mixed_precision/{name}.json" for name in ("accumulation", "dtypes", "layer_norm"))
-KERNELS = "kernels/steps.json"
 FUSED = "benchmark/kernels/benchmark.json"
 
-ITEMS = (
-    Item(1, "End-to-end benchmark", ("benchmarking_script",),
-         "how long do the forward pass, the backward pass and the optimizer step of each size take, on average and "
-         "with what deviation; what does leaving out warm-up steps change; what do torch.compile, bfloat16 and (beyond "
-         "the assignment) fused kernels bring?",
-         (Part("Sizes, contexts and precisions", "benchmark/sizes", (SIZES,),
-               (bare("step-at-256"), bare("step-by-context")),
-               (("Phases by size, context and precision", "benchmark/sizes/benchmark.png"),), _answer_sizes),
-          Part("Forward alone, and with backward", "benchmark/modes", (MODES,), (_modes_table,), (), _answer_modes),
-          Part("Warm-up", "benchmark/warmup", (WARMUP,), (bare("warmup-at-256"),),
-               (("Steps by warm-up", "benchmark/warmup/benchmark.png"),), _answer_warmup),
-          Part("torch.compile", "benchmark/compile", (COMPILE,), (bare("compile-at-256"),), (),
-               _answer_two_ways(COMPILE, "compile", "off", "on", "Compiled,")),
-          Part("Fused kernels", "benchmark/kernels", (FUSED,),
-               (two_ways(FUSED, "kernels", {"plain": "plain", "fused": "fused"}),), (),
-               _answer_two_ways(FUSED, "kernels", "plain", "fused", "With fused kernels")))),
-    Item(2, "Profiling with nsys", ("nsys_profile",),
-         "from a profiler's report of a step: (a) how long is forward, against the benchmark; (b) which kernel takes "
-         "the most time in forward, and how often does it run; (c) which kernels besides matrix products matter; (d) "
-         "what share do matrix products have in forward and in a whole step; (e) how does softmax compare with "
-         "attention's matrix products, in time and in FLOPs?",
-         (Part("Under Nsight Systems", "nsys", (STEPS,), (profiled_steps(STEPS),),
-               (("Kernels of one step over time", "nsys/*.png"),), _answer_steps(STEPS, "nsys")),
-          Part("Without nsys: torch.profiler", "kernels", (KERNELS,), (profiled_steps(KERNELS, "it"),),
-               (("Kernels of one step over time", "kernels/*.png"),), _answer_steps(KERNELS, "torch.profiler")),
-          Part("The two profilers side by side", None, (AGREEMENT,), (PROFILE_BLOCKS["agreement"].make,)))),
-    Item(3, "Precision", ("mixed_precision_accumulation", "benchmarking_mixed_precision"),
-         "what becomes of a thousand small terms summed in float32 and float16; which dtypes does a toy model have "
-         "under autocast, and which parts of LayerNorm need float32; how fast is the model in low precision?",
-         (Part("Sums", "mixed_precision", (ACCUMULATION,), (columns_of(ACCUMULATION, ACCUMULATION_COLUMNS),), (),
-               _answer_sums),
-          Part("Dtypes under autocast", None, (DTYPES,), (columns_of(DTYPES, DTYPE_COLUMNS),), (), _answer_dtypes),
-          Part("LayerNorm's parts", None, (LAYER_NORM,), (columns_of(LAYER_NORM, LAYER_NORM_COLUMNS),)),
-          Part("The benchmark in each precision", None, (PRECISIONS,), (PROFILE_BLOCKS["mixed-precision"].make,),
-               (("Phases in each precision", "mixed_precision/benchmark.png"),), _answer_precisions),
-          Part("Losses in each precision, and under each technique", "convergence", (CONVERGENCE,),
-               (PROFILE_BLOCKS["convergence"].make,), (("Loss curves", "convergence/convergence.png"),),
-               _answer_convergence))),
-)  # fmt: skip
+BENCHMARK_ITEM = Item(
+    1,
+    "End-to-end benchmark",
+    ("benchmarking_script",),
+    "how long do the forward pass, the backward pass and the optimizer step of each size take, on average and "
+    "with what deviation; what does leaving out warm-up steps change; what do torch.compile, bfloat16 and (beyond "
+    "the assignment) fused kernels bring?",
+    (
+        Part(
+            "Sizes, contexts and precisions",
+            "benchmark/sizes",
+            (SIZES,),
+            (bare("step-at-256"), bare("step-by-context")),
+            (("Phases by size, context and precision", "benchmark/sizes/benchmark.png"),),
+            _answer_sizes,
+        ),
+        Part("Forward alone, and with backward", "benchmark/modes", (MODES,), (_modes_table,), (), _answer_modes),
+        Part(
+            "Warm-up",
+            "benchmark/warmup",
+            (WARMUP,),
+            (bare("warmup-at-256"),),
+            (("Steps by warm-up", "benchmark/warmup/benchmark.png"),),
+            _answer_warmup,
+        ),
+        Part(
+            "torch.compile",
+            "benchmark/compile",
+            (COMPILE,),
+            (bare("compile-at-256"),),
+            (),
+            _answer_two_ways(COMPILE, "compile", "off", "on", "Compiled,"),
+        ),
+        Part(
+            "Fused kernels",
+            "benchmark/kernels",
+            (FUSED,),
+            (two_ways(FUSED, "kernels", {"plain": "plain", "fused": "fused"}),),
+            (),
+            _answer_two_ways(FUSED, "kernels", "plain", "fused", "With fused kernels"),
+        ),
+    ),
+)
+
+PRECISION_ITEM = Item(
+    3,
+    "Precision",
+    ("mixed_precision_accumulation", "benchmarking_mixed_precision"),
+    "what becomes of a thousand small terms summed in float32 and float16; which dtypes does a toy model have "
+    "under autocast, and which parts of LayerNorm need float32; how fast is the model in low precision?",
+    (
+        Part(
+            "Sums",
+            "mixed_precision",
+            (ACCUMULATION,),
+            (columns_of(ACCUMULATION, ACCUMULATION_COLUMNS),),
+            (),
+            _answer_sums,
+        ),
+        Part("Dtypes under autocast", None, (DTYPES,), (columns_of(DTYPES, DTYPE_COLUMNS),), (), _answer_dtypes),
+        Part("LayerNorm's parts", None, (LAYER_NORM,), (columns_of(LAYER_NORM, LAYER_NORM_COLUMNS),)),
+        Part(
+            "The benchmark in each precision",
+            None,
+            (PRECISIONS,),
+            (PROFILE_BLOCKS["mixed-precision"].make,),
+            (("Phases in each precision", "mixed_precision/benchmark.png"),),
+            _answer_precisions,
+        ),
+        Part(
+            "Losses in each precision, and under each technique",
+            "convergence",
+            (CONVERGENCE,),
+            (PROFILE_BLOCKS["convergence"].make,),
+            (("Loss curves", "convergence/convergence.png"),),
+            _answer_convergence,
+        ),
+    ),
+)

@@ -222,37 +222,97 @@ def _paper(link: Callable[[str], str]) -> str:
 
 
 ITEMS = (
-    Item(8, "All-reduce", ("distributed_communication_single_node",),
-         "how long does an all-reduce of float32 buffers take, by size and number of processes, over gloo on a CPU and "
-         "NCCL on GPUs?",
-         (Part("All-reduce by size and ranks", "all_reduce", (ALL_REDUCE, ALL_REDUCE_FIT), (bare("all-reduce"),),
-               (("All-reduce by size and number of ranks", "all_reduce/all_reduce.png"),), _answer_all_reduce),)),
-    Item(9, "Data parallelism",
-         ("naive_ddp_benchmarking", "minimal_ddp_flat_benchmarking", "ddp_overlap_individual_parameters_benchmarking",
-          "ddp_bucketed_benchmarking"),
-         "on one node with two GPUs, how long are a step and its communication if gradients are averaged one by one "
-         "after backward, all at once, each as it is ready, and in buckets of several sizes; is the overlap seen in a "
-         "timeline; and how far does the model of the overhead hold?",
-         (_scheme_part("in_place", "In fp32, with buckets of which the first and last are small", required=False),
-          _scheme_part("fp32", "In fp32", required=True), _scheme_part("bf16", "In bf16", required=True))),
-    Item(10, "Sharded optimizer", ("optimizer_state_sharding", "optimizer_state_sharding_accounting"),
-         "what does a rank hold after the model is built and before and after the optimizer's step, with the "
-         "optimizer's state whole and divided; how long is a step either way; how does it differ from ZeRO's first "
-         "stage?",
-         (Part("Two ranks", "sharded_optimizer", (*SHARDED, *of_memory(SHARDED)), tuple(SHARDED_TABLES),
-               (("Kernels of a step", "sharded_optimizer/sharded_optimizer_timeline.png"),), _answer_sharded),)),
-    Item(11, "FSDP", (),
-         "with every weight divided over the ranks, gathered ahead of its use and freed after it: what is the memory, "
-         "beside the prediction, and does communication finish in time?",
-         (Part("Two ranks", "fsdp", (*FSDP, *of_memory(FSDP)), tuple(FSDP_TABLES),
-               (("Kernels of a step", "fsdp/fsdp_timeline.png"), ("Gathers beside their layers", "fsdp/*gathers*.png")),
-               _answer_fsdp),
-          *(Part(f"{kind.capitalize()} scaling of data parallelism and sharding", f"scaling/{kind}", (SCALING[kind],),
-                 (partial(scaling_by_kind, kind),),
-                 (("Efficiency over ranks", f"scaling/{kind}/**/scaling*.png"),), _answer_scaling(kind))
-            for kind in ("weak", "strong")))),
-    Item(12, "Accounting on paper", ("communication_accounting",),
-         "for a model of feed-forward layers alone: memory on one device; memory and the least number of devices when "
-         "sharded; the batch at which forward is bound by arithmetic on a mesh; ring collectives, and when each scheme "
-         "is bound by communication.", fixed=_paper),
-)  # fmt: skip
+    Item(
+        8,
+        "All-reduce",
+        ("distributed_communication_single_node",),
+        "how long does an all-reduce of float32 buffers take, by size and number of processes, over gloo on a CPU and "
+        "NCCL on GPUs?",
+        (
+            Part(
+                "All-reduce by size and ranks",
+                "all_reduce",
+                (ALL_REDUCE, ALL_REDUCE_FIT),
+                (bare("all-reduce"),),
+                (("All-reduce by size and number of ranks", "all_reduce/all_reduce.png"),),
+                _answer_all_reduce,
+            ),
+        ),
+    ),
+    Item(
+        9,
+        "Data parallelism",
+        (
+            "naive_ddp_benchmarking",
+            "minimal_ddp_flat_benchmarking",
+            "ddp_overlap_individual_parameters_benchmarking",
+            "ddp_bucketed_benchmarking",
+        ),
+        "on one node with two GPUs, how long are a step and its communication if gradients are averaged one by one "
+        "after backward, all at once, each as it is ready, and in buckets of several sizes; is the overlap seen in a "
+        "timeline; and how far does the model of the overhead hold?",
+        (
+            _scheme_part("in_place", "In fp32, with buckets of which the first and last are small", required=False),
+            _scheme_part("fp32", "In fp32", required=True),
+            _scheme_part("bf16", "In bf16", required=True),
+        ),
+    ),
+    Item(
+        10,
+        "Sharded optimizer",
+        ("optimizer_state_sharding", "optimizer_state_sharding_accounting"),
+        "what does a rank hold after the model is built and before and after the optimizer's step, with the "
+        "optimizer's state whole and divided; how long is a step either way; how does it differ from ZeRO's first "
+        "stage?",
+        (
+            Part(
+                "Two ranks",
+                "sharded_optimizer",
+                (*SHARDED, *of_memory(SHARDED)),
+                tuple(SHARDED_TABLES),
+                (("Kernels of a step", "sharded_optimizer/sharded_optimizer_timeline.png"),),
+                _answer_sharded,
+            ),
+        ),
+    ),
+    Item(
+        11,
+        "FSDP",
+        (),
+        "with every weight divided over the ranks, gathered ahead of its use and freed after it: what is the memory, "
+        "beside the prediction, and does communication finish in time?",
+        (
+            Part(
+                "Two ranks",
+                "fsdp",
+                (*FSDP, *of_memory(FSDP)),
+                tuple(FSDP_TABLES),
+                (
+                    ("Kernels of a step", "fsdp/fsdp_timeline.png"),
+                    ("Gathers beside their layers", "fsdp/*gathers*.png"),
+                ),
+                _answer_fsdp,
+            ),
+            *(
+                Part(
+                    f"{kind.capitalize()} scaling of data parallelism and sharding",
+                    f"scaling/{kind}",
+                    (SCALING[kind],),
+                    (partial(scaling_by_kind, kind),),
+                    (("Efficiency over ranks", f"scaling/{kind}/**/scaling*.png"),),
+                    _answer_scaling(kind),
+                )
+                for kind in ("weak", "strong")
+            ),
+        ),
+    ),
+    Item(
+        12,
+        "Accounting on paper",
+        ("communication_accounting",),
+        "for a model of feed-forward layers alone: memory on one device; memory and the least number of devices when "
+        "sharded; the batch at which forward is bound by arithmetic on a mesh; ring collectives, and when each scheme "
+        "is bound by communication.",
+        fixed=_paper,
+    ),
+)

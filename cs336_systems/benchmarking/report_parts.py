@@ -25,7 +25,7 @@ class Part:
             where it has no rows.
         files: results files, or patterns of them, for the commands and origins; the part has rows if one of them has.
         tables: made of the results folder, empty where there are no rows for them.
-        pictures: what they show, and their path under the results folder or a pattern of several.
+        pictures: what they show, and their path under the results folder, or a pattern of several: two are shown.
         answer: sentences made of the rows.
     """
 
@@ -74,9 +74,7 @@ def _measured(part: Part, results: Path, folder: Path) -> list[str]:
     paths = part.paths(results)
     runs = [run for path in paths for run in read_rows(path)[1]]
     commands = dict.fromkeys(run.command.replace(" --resume", "") for run in runs)
-    links = [
-        f"![{what}]({link(path, folder)})" for what, pattern in part.pictures for path in sorted(results.glob(pattern))
-    ]
+    pictures = [block for what, pattern in part.pictures for block in _pictures(what, pattern, results, folder)]
     rows = [f"[{path.name}]({link(path, folder)})" for path in paths]
     origin = "\n".join(f"- {line}" for line in dict.fromkeys(map(_without_command, runs)))
     sentences = " ".join(sentence.text for sentence in part.answer(results) if sentence is not None)
@@ -84,10 +82,19 @@ def _measured(part: Part, results: Path, folder: Path) -> list[str]:
         f"### {part.title}",
         "```sh\n" + "\n".join(commands) + "\n```",
         *(table(results) for table in part.tables),
-        *links,
+        *pictures,
         f"Rows: {', '.join(rows)}, measured on\n\n{origin}",
         f"**Answer.** {sentences}" if sentences else "",
     ]
+
+
+def _pictures(what: str, pattern: str, results: Path, folder: Path) -> list[str]:
+    """The first and the last picture of a pattern, and links to those between."""
+    paths = sorted(results.glob(pattern))
+    shown = [f"![{what}: {path.stem}]({link(path, folder)})" for path in dict.fromkeys([*paths[:1], *paths[-1:]])]
+    if len(paths) > 2:
+        shown.append("More: " + ", ".join(f"[{path.stem}]({link(path, folder)})" for path in paths[1:-1]) + ".")
+    return shown
 
 
 def captioned(caption: str, table: Callable[[Path], str]) -> Callable[[Path], str]:
