@@ -151,7 +151,7 @@ def test_only_a_plain_model_is_changed(models):
 
 def _cell(**parameters):
     shape = {"d_model": 24, "d_ff": 40, "num_heads": 2, "num_layers": 1, "vocab_size": VOCAB, "batch_size": 2}
-    return named_cell("tiny", 4, **{**shape, "kernels": "fused", **parameters})
+    return named_cell("tiny", **{"ctx": 4, **shape, "kernels": "fused", **parameters})
 
 
 def test_a_workload_takes_the_same_steps(device):
@@ -243,3 +243,34 @@ def test_a_table_tells_the_two_apart():
     assert cell_label(_cell()) == "tiny ctx 4 train-step fp32 fused"
     with pytest.raises(ValueError, match="kernels='triton': must be one of plain, loss, fused"):
         _cell(kernels="triton")
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_200_steps_of_training_follow_the_plain_models_loss(precision, tmp_path):
+    shape = {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_heads": 4, "ctx": 64, "steps": 200}
+    losses = []
+    for kernels in ("plain", "fused"):
+        config = make_config(tmp_path, kernels=kernels, precision=precision, device="cuda", **shape)
+        trainer = Trainer(config, tokens_of(config), torch.device("cuda"))
+        losses.append([trainer.step(step).loss for step in range(1, 201)])
+    assert losses[0][-1] < losses[0][0] / 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2 if precision == "fp32" else 5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["loss", "fused"])
+@pytest.mark.parametrize("compile", ["off", "blocks", "on"])
+@pytest.mark.parametrize("attention", ["flash-triton", "sdpa"])
+def test_a_compiled_step_in_bfloat16(kernels, compile, attention, annotations_unchecked):
+    shape = {"ctx": 64, "d_model": 64, "d_ff": 160, "num_layers": 2, "num_heads": 2, "precision": "bf16"}
+    fused = Workload(_cell(device="cuda", kernels=kernels, compile=compile, attention=attention, **shape))
+    for _ in range(2):
+        fused.step(lambda name: torch.enable_grad())
+    plain = Workload(_cell(device="cuda", kernels="plain", attention=attention, **shape))
+    for _ in range(2):
+        plain.step(lambda name: torch.enable_grad())
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=1e-2, atol=1e-2)
