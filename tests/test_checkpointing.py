@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.attention import implementations
 from cs336_systems.benchmarking.timing import time_step
 from cs336_systems.checkpointing import checkpoint_blocks, run_nested
 from cs336_systems.configs import BenchmarkCell, named_cell
@@ -76,6 +77,45 @@ def test_a_segment_has_at_least_one_block():
     for every in (0, 6):
         with pytest.raises(ValueError, match=f"every={every}: must be between 1 and 5"):
             checkpoint_blocks(model, every)
+
+
+@pytest.mark.parametrize(("every", "n_blocks"), [(1, None), (2, None), (2, 3), (1, 0)])
+@pytest.mark.parametrize("keep_attention", [False, True])
+def test_attention_runs_once_where_its_output_is_kept(every, n_blocks, keep_attention, monkeypatch):
+    plain = _loss_and_gradients(_cell(mode="forward-backward", attention="flash-pytorch"))
+    workload = Workload(_cell(mode="forward-backward", attention="flash-pytorch"))
+    checkpoint_blocks(workload.model, every, keep_attention, n_blocks)
+    forward, backward = implementations.kernels("pytorch")
+    runs = []
+
+    def counted(*args):
+        runs.append(phase_now[-1])
+        return forward(*args)
+
+    phase_now = []
+
+    def phase(name):
+        phase_now.append(name)
+        return nullcontext()
+
+    monkeypatch.setattr("cs336_systems.attention.operators.kernels", lambda name: (counted, backward))
+    workload.step(phase)
+    found = [workload.loss, *(parameter.grad for parameter in workload.model.parameters())]
+    for expected, tensor in zip(plain, found, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+    n_checkpointed = 5 if n_blocks is None else n_blocks
+    assert runs.count("forward") == 5
+    assert runs.count("backward") == (0 if keep_attention else n_checkpointed)
+
+
+def test_only_the_first_blocks():
+    model = Workload(_cell()).model
+    blocks = list(model.layers)
+    checkpoint_blocks(model, 2, n_blocks=3)
+    assert [list(layer) for layer in model.layers[:2]] == [blocks[:2], blocks[2:3]]
+    assert list(model.layers[2:]) == blocks[3:]
+    with pytest.raises(ValueError, match="n_blocks=6: must be between 0 and 4"):
+        checkpoint_blocks(model, 2, n_blocks=6)
 
 
 def test_the_model_keeps_its_parameters_and_their_order():
