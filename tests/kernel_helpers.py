@@ -12,6 +12,19 @@ from tests.attention_helpers import largest_error
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
+def rows_far_apart(monkeypatch: pytest.MonkeyPatch, device: str, d: int) -> Tensor:
+    """(3, d) float16 numbers, the last row 2**31 elements behind the first: index and stride fit into int32, and their
+    product does not. On a CPU only the pages that are touched come to exist."""
+    if device == "cpu":
+        # The interpreter ends a launch by copying all of each argument's memory back: here onto itself, 4 GiB of it.
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *args: None)
+    stride = 2**30
+    rows = torch.empty(2 * stride + d, dtype=torch.float16, device=device).as_strided((3, d), (stride, 1))
+    return rows.copy_(torch.randn(3, d))
+
+
 def outputs_and_gradients(
     function: Callable, inputs: Sequence[Tensor], gradient_dtype: torch.dtype | None = None
 ) -> list[Tensor]:

@@ -3,6 +3,9 @@
 import copy
 import dataclasses
 import json
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -243,6 +246,33 @@ def test_a_table_tells_the_two_apart():
     assert cell_label(_cell()) == "tiny ctx 4 train-step fp32 fused"
     with pytest.raises(ValueError, match="kernels='triton': must be one of plain, loss, fused"):
         _cell(kernels="triton")
+
+
+@pytest.mark.slow
+def test_without_triton_everything_imports_and_says_what_is_missing():
+    code = """
+        import sys
+        sys.modules["triton"] = None  # `import triton` now raises ImportError
+        import importlib.util
+        found = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *args: None if name == "triton" else found(name, *args)
+        import torch
+        from cs336_systems.configs import named_cell
+        from cs336_systems.kernels import adamw, fused_model, linear_cross_entropy, rms_norm, rope, swiglu
+        from cs336_systems.records import Unsupported
+        from cs336_systems.workload import Workload
+        try:
+            Workload(named_cell("tiny", 8, kernels="fused"))
+        except Unsupported as error:
+            print(error)
+        try:
+            rms_norm.rms_norm(torch.ones(2, 3), torch.ones(3))
+        except ValueError as error:
+            print(error)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("the package triton is not installed") == 2
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------------

@@ -11,15 +11,9 @@ from cs336_systems.kernels import linear_cross_entropy as module
 from cs336_systems.kernels import support
 from cs336_systems.kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from tests.attention_helpers import IGNORE_INTERPRETER, PeakMemory, largest_error
+from tests.kernel_helpers import DTYPES, rows_far_apart
 
 pytestmark = IGNORE_INTERPRETER
-
-DTYPES = [
-    torch.float32,
-    torch.float16,
-    # The interpreter truncates where it should round to bfloat16.
-    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
-]
 
 
 def draw(n_tokens, vocab_size, d_model, dtype, device):
@@ -117,6 +111,17 @@ def test_what_is_not_finite_shows_in_the_loss(device):
     module._launch_cross_entropy(logits, targets, losses, -100, True)
     torch.testing.assert_close(losses, expected)
     assert logits[:, 2].tolist() == [0.0] * 3
+
+
+def test_offsets_pass_2_to_the_31(device, monkeypatch):
+    logits, losses = rows_far_apart(monkeypatch, device, 8), torch.empty(3, device=device)
+    targets = torch.tensor([1, 7, 3], device=device)
+    near = logits.float().clone().requires_grad_()
+    expected = F.cross_entropy(near, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), near)
+    module._launch_cross_entropy(logits, targets, losses, -100, True)
+    torch.testing.assert_close(losses, expected.detach())
+    torch.testing.assert_close(logits, gradient.half())
 
 
 def test_small_float16_gradients_do_not_vanish_before_they_are_scaled(device):

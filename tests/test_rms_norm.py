@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 from cs336_systems.kernels import rms_norm as module
 from cs336_systems.kernels.rms_norm import add_rms_norm, rms_norm
 from tests.attention_helpers import IGNORE_INTERPRETER
-from tests.kernel_helpers import DTYPES, assert_no_worse_than_eager, outputs_and_gradients
+from tests.kernel_helpers import DTYPES, assert_no_worse_than_eager, outputs_and_gradients, rows_far_apart
 
 pytestmark = IGNORE_INTERPRETER
 
@@ -107,6 +107,15 @@ def test_large_and_small_values(device):
     # Squares pass float16's range and stay in float32's; zeros are divided by the root of eps alone.
     x = torch.tensor([[6e4, -3e4, 1.0], [0.0, 0.0, 0.0], [1e-4, 2e-4, -1e-4]], device=device).half()
     assert_no_worse_than_eager(rms_norm, eager, [x, torch.ones(3, device=device).half()])
+
+
+def test_offsets_pass_2_to_the_31(device, monkeypatch):
+    x, weight = rows_far_apart(monkeypatch, device, 8), torch.ones(8, device=device).half()
+    y, _, inverse_rms = module._rms_norm_forward(x, x, weight, 1e-5, x.dtype)
+    torch.testing.assert_close(y, eager(x + x, weight))
+    dx, _ = module._rms_norm_backward(x, x, x, weight, inverse_rms, True)
+    near = x.contiguous()
+    torch.testing.assert_close(dx, module._rms_norm_backward(near, near, near, weight, inverse_rms, True)[0])
 
 
 def test_every_element_of_the_results_is_written(device, monkeypatch):

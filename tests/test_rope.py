@@ -7,9 +7,10 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
 from cs336_basics.rotary import RotaryEmbedding
+from cs336_systems.kernels import rope as module
 from cs336_systems.kernels.rope import rope
 from tests.attention_helpers import IGNORE_INTERPRETER
-from tests.kernel_helpers import DTYPES, assert_no_worse_than_eager
+from tests.kernel_helpers import DTYPES, assert_no_worse_than_eager, rows_far_apart
 
 pytestmark = IGNORE_INTERPRETER
 
@@ -43,6 +44,17 @@ def test_positions(dtype, device):
     x = torch.randn(2, 3, 5, 6, device=device)
     check(x, 50, torch.randint(50, (2, 5), device=device).to(dtype))
     check(x, 50, torch.arange(5, 10, device=device).to(dtype))
+
+
+def test_offsets_pass_2_to_the_31(device, monkeypatch):
+    rows, embedding = rows_far_apart(monkeypatch, device, 8), RotaryEmbedding(3, 8, device=device)
+    monkeypatch.setattr(torch, "empty_like", lambda x: x.new_empty(x.shape))  # not laid out like x
+    for dim in (0, 1, 2):
+        x = rows[(None,) * dim + (slice(None),) + (None,) * (2 - dim)]
+        for is_backward in (False, True):
+            turned = module._rope(x, embedding.cos, embedding.sin, None, is_backward)
+            expected = module._rope(x.contiguous(), embedding.cos, embedding.sin, None, is_backward)
+            torch.testing.assert_close(turned, expected)
 
 
 def test_gradients_that_are_one_number_expanded(device):

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 from cs336_systems.kernels import swiglu as module
 from cs336_systems.kernels.swiglu import silu_multiply
 from tests.attention_helpers import IGNORE_INTERPRETER
-from tests.kernel_helpers import DTYPES, assert_no_worse_than_eager, outputs_and_gradients
+from tests.kernel_helpers import DTYPES, assert_no_worse_than_eager, outputs_and_gradients, rows_far_apart
 
 pytestmark = IGNORE_INTERPRETER
 
@@ -40,6 +40,16 @@ def test_halves_of_one_product_are_read_where_they_are(device, monkeypatch):
     monkeypatch.undo()
     assert_no_worse_than_eager(silu_multiply, eager, [a, b])
     assert_no_worse_than_eager(silu_multiply, eager, [both.mT[:, ::2], both.mT[:, 1::2]])
+
+
+def test_offsets_pass_2_to_the_31(device, monkeypatch):
+    a = rows_far_apart(monkeypatch, device, 8)
+    near = a.contiguous()
+    torch.testing.assert_close(module._silu_multiply_forward(a, a), module._silu_multiply_forward(near, near))
+    for far, expected in zip(
+        module._silu_multiply_backward(a, a, a), module._silu_multiply_backward(near, near, near), strict=True
+    ):
+        torch.testing.assert_close(far, expected)
 
 
 def test_far_from_zero(device):

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.kernels.support import autocast_dtype, check_device, check_tensors, launch, operator, tl, triton
 
-# Of a chunk's logits. Each chunk adds to the weight's gradient, which is read and written for that (5 GB at the size
-# above, about a seventh of the time of a chunk's products): fewer and larger chunks are faster, and need more memory.
+# Of a chunk's logits. Each chunk adds to the weight's gradient, which is read and written for that, 5 GB at the size
+# above with d_model 4,096: fewer and larger chunks are faster, and need more memory.
 DEFAULT_CHUNK_BYTES = 2**30
 
 # Tiles of cuBLAS's products are 128 or 256 rows high, and the buffer's rows begin at multiples of 128 bytes or more.

@@ -75,12 +75,13 @@ def _rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program: every n_programs-th row, and the sum that these rows contribute to dw."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     mask = columns < d
     w = tl.load(w_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, n_rows, tl.num_programs(0)):
+    for index in range(program, n_rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)  # in the interpreter index is Python's own number, without .to
         dy = tl.load(dy_ptr + row * dy_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         h = tl.load(h_ptr + row * h_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         inverse_rms = tl.load(inverse_rms_ptr + row)
@@ -93,7 +94,7 @@ def _rms_norm_backward_kernel(
             dx += tl.load(dh_ptr + row * dh_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx_ptr + row * d + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEEDS_DW:
-        tl.store(partial_dw_ptr + program * d + columns, dw, mask=mask)
+        tl.store(partial_dw_ptr + program.to(tl.int64) * d + columns, dw, mask=mask)
 
 
 def _block_options(d: int) -> dict[str, int]:

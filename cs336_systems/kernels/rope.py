@@ -47,7 +47,7 @@ def _rope_kernel(
     n_tiles = tl.cdiv(seq, BLOCK_SEQ)
     program = tl.program_id(0)
     tile = program % n_tiles
-    first_head = (program // n_tiles % n_groups).to(tl.int64) * GROUP
+    first_head = program // n_tiles % n_groups * GROUP
     batch = (program // (n_tiles * n_groups)).to(tl.int64)
 
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -67,7 +67,8 @@ def _rope_kernel(
     cos = tl.load(cos_ptr + angles, mask=half_mask, other=0.0)
     sin = tl.load(sin_ptr + angles, mask=half_mask, other=0.0)
 
-    for head in range(first_head, tl.minimum(first_head + GROUP, heads)):
+    for index in range(first_head, tl.minimum(first_head + GROUP, heads)):
+        head = tl.cast(index, tl.int64)
         x_row = x_ptr + batch * x_batch_stride + head * x_head_stride + places[:, None] * x_seq_stride
         y_row = y_ptr + batch * y_batch_stride + head * y_head_stride + places[:, None] * y_seq_stride
         if BACKWARD:
