@@ -110,7 +110,7 @@ def run(mutation: Mutation, copy: Path) -> str:
         )
     finally:
         path.write_text(text, encoding="utf-8")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, flags=re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ended.stdout, flags=re.MULTILINE)
     if ended.returncode not in (0, 1) and failed is None:
         raise RuntimeError(
             f"pytest ended with status {ended.returncode}:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
