@@ -16,7 +16,10 @@ from torch.nn import Parameter
 try:
     import triton
     import triton.language as tl
+
+    IS_INSTALLED = True
 except ImportError:  # none for this platform (macOS): modules with kernels can be imported, and say what is missing
+    IS_INSTALLED = False
     triton = SimpleNamespace(jit=lambda function=None, **options: function or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=object)
 
@@ -36,19 +39,22 @@ def why_not(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
 def check_tensors(kernel: str, **tensors: Tensor | None) -> None:
     """Raises ValueError, naming the tensor, unless all have a supported dtype and lie on one device that can run
     kernels. A meta tensor passes: it is asked about shapes only."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
-        if tensor.dtype not in SUPPORTED_DTYPES:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"{kernel}: {name} is {tensor.dtype}; it must be float32, float16 or bfloat16")
-    check_device(kernel, **given)
+    check_device(kernel, **tensors)
 
 
-def check_device(kernel: str, **tensors: Tensor) -> None:
+def check_device(kernel: str, **tensors: Tensor | None) -> None:
     """Raises ValueError unless all tensors lie on one device, and kernels can run there."""
-    if len({tensor.device for tensor in tensors.values()}) > 1:
-        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
-        raise ValueError(f"{kernel}: all tensors must be on one device, got {places}")
-    device = next(iter(tensors.values())).device
+    given = [tensor for tensor in tensors.values() if tensor is not None]
+    device = given[0].device
+    for tensor in given:
+        if tensor.device != device:
+            places = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items() if tensor is not None)
+            raise ValueError(f"{kernel}: all tensors must be on one device, got {places}")
+    if device.type == "cuda" and IS_INSTALLED:  # nothing is missing: asking would take longer than all the rest here
+        return
     missing = None if device.type == "meta" else why_not(device)
     if missing is not None:
         raise ValueError(f"{kernel}: cannot run on {device}: {missing}")
@@ -64,12 +70,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def is_intercepted(*tensors: Any) -> bool:
     """Whether a compiler, a mode (fake tensors, a FLOP counter), a transform, a tensor subclass or a meta tensor needs
     an operator; else its function is called without the dispatcher, which takes tens of microseconds."""
-    return (
+    if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
-    )
+    ):
+        return True
+    for x in tensors:  # noqa: SIM110  a generator would take as long as all the rest here
+        if isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta):
+            return True
+    return False
 
 
 @functools.cache
@@ -80,6 +90,8 @@ def n_multiprocessors(device: torch.device) -> int:
 
 def as_rows(x: Tensor) -> Tensor:
     """(..., d) -> (n_rows, d) whose rows are contiguous, with any stride between them: a view where that can be."""
+    if x.is_contiguous() and x.numel() > 0:
+        return x.view(-1, x.shape[-1])
     rows = x.unsqueeze(0).flatten(0, -2)
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
@@ -87,8 +99,13 @@ def as_rows(x: Tensor) -> Tensor:
 def launch(kernel: Any, n_programs: int, *arguments: Any, **constants: Any) -> None:
     """Starts `n_programs` of a Triton kernel, if any, on the device of its first argument, which need not be the
     current one; `constants` are the kernel's constexprs and Triton's options."""
-    if n_programs > 0:
-        with torch.cuda.device_of(arguments[0]):
+    if n_programs <= 0:
+        return
+    device = arguments[0].get_device()
+    if device < 0 or device == torch._C._cuda_getDevice():
+        kernel[(n_programs,)](*arguments, **constants)
+    else:
+        with torch.cuda.device(device):
             kernel[(n_programs,)](*arguments, **constants)
 
 
