@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from cs336_systems.benchmarking.kernel_benchmark import ImplementationName, KernelName
+from cs336_systems.benchmarking.kernel_benchmark import ImplementationName, KernelName, Timed
 from cs336_systems.cli import command_line, parse
 from cs336_systems.configs import Precision
 
@@ -41,6 +41,9 @@ class Arguments:
     """Time spent on calls before measuring."""
     rep_ms: int = 200
     """Time spent on measured calls, at least one."""
+    timed: Timed = "calls"
+    """calls, as a user makes them, or kernels: replayed from a CUDA graph, without the host's work (on a GPU, and not
+    for the loss and AdamW)."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

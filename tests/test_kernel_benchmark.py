@@ -58,6 +58,8 @@ def test_the_default_cells_are_the_models_shapes():
             {"kernel": "rope", "implementation": "torch"},
             "implementation='torch': PyTorch has no fused function for rope",
         ),
+        ({"kernel": "rope", "timed": "kernels"}, "timed='kernels': needs a GPU and an elementwise kernel"),
+        ({"timed": "kernels", "device": "cuda"}, "got device='cuda' and kernel='linear-cross-entropy'"),
         ({"tokens": 0}, "tokens=0: must be at least 1"),
         ({"num_heads": 5}, "num_heads=5: must divide"),
     ],
@@ -170,3 +172,16 @@ def test_the_script_writes_its_files(tmp_path, run_script):
     ]
     assert "rms-norm backward" in output
     assert "GB/s" in output
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["rms-norm", "add-rms-norm", "swiglu", "rope"])
+def test_kernels_alone_take_less_time_than_calls(kernel):
+    results = {}
+    for timed in ("calls", "kernels"):
+        for phase in phases_of(kernel):
+            results[timed, phase] = KernelMeasure()(
+                _cell(kernel, "fused", phase, device="cuda", timed=timed, rep_ms=20)
+            )
+    for phase in phases_of(kernel):
+        assert 0 < results["kernels", phase]["median_ms"] < results["calls", phase]["median_ms"]

@@ -19,6 +19,7 @@ from cs336_systems.benchmarking.attention_cells import (
     reset_peak,
     without_leftovers,
 )
+from cs336_systems.benchmarking.flash_benchmark import Timed
 from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.configs import MODEL_SIZES, ModelConfig, Precision, check, check_device, named_shape
@@ -43,6 +44,9 @@ def phases_of(kernel: str) -> tuple[str, ...]:
 class KernelCell:
     """One pass of one implementation of a kernel's work, and how long it is timed.
 
+    `timed` is "calls", as a user makes them, or "kernels": what a call launches, recorded once in a CUDA graph and
+    replayed, so that no time of the host is in it (elementwise kernels only, which it can hide).
+
     `precision` is the dtype of all tensors (tf32: float32, products with tensor cores). `size` is a label; what counts
     is beside it. `num_layers` is read by adamw only, which updates the parameters of that many blocks and of the rest
     of the model.
@@ -66,9 +70,15 @@ class KernelCell:
     seed: int = 0
     warmup_ms: int = 25
     rep_ms: int = 200
+    timed: Timed = "calls"
 
     def __post_init__(self) -> None:
-        for name, choices in (("kernel", KernelName), ("implementation", ImplementationName), ("precision", Precision)):
+        for name, choices in (
+            ("kernel", KernelName),
+            ("implementation", ImplementationName),
+            ("precision", Precision),
+            ("timed", Timed),
+        ):
             allowed = get_args(choices)
             check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         phases = phases_of(self.kernel)
@@ -79,6 +89,13 @@ class KernelCell:
             self.implementation,
             f"PyTorch has no fused function for {self.kernel}",
         )
+        if self.timed == "kernels":
+            check(
+                self.device.startswith("cuda") and self.kernel not in PHASES,
+                "timed",
+                self.timed,
+                f"needs a GPU and an elementwise kernel, got device={self.device!r} and kernel={self.kernel!r}",
+            )
         for name in ("tokens", "rep_ms"):
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         check(self.warmup_ms >= 0, "warmup_ms", self.warmup_ms, "must be 0 or more")
@@ -141,16 +158,22 @@ def _measure(cell: KernelCell, device: Any) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from cs336_systems.benchmarking.call_timing import drop_gradients, time_calls, time_once
+    from cs336_systems.benchmarking.call_timing import drop_gradients, recorded, time_calls, time_once
     from cs336_systems.benchmarking.kernel_peers import make_work
 
-    work = make_work(cell)
-    work.call()  # compiles
+    stream = torch.cuda.Stream(device) if cell.timed == "kernels" else None
+    with torch.cuda.stream(stream):  # autograd runs backward on forward's stream, which is then the one recorded
+        work = make_work(cell)
+        work.call()  # compiles
     drop_gradients(work.inputs)
     reset_peak(device)
     time_once(work.call, device)
     peak_memory_gib = peak_allocated_gib(device)
-    times = time_calls(work.call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
+    call = work.call
+    if stream is not None:
+        drop_gradients(work.inputs)
+        call = recorded(call, stream)
+    times = time_calls(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
     median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
     tflops = work.flops / median / 1e9 if work.flops else None
     peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None
@@ -223,7 +246,7 @@ def _label(cell: KernelCell) -> str:
     return f"{cell.implementation} {cell.size} {cell.precision} {cell.what}"
 
 
-_TABLES = {"size": "", "precision": "", "tokens": "tokens", "num_layers": "adamw's blocks"}
+_TABLES = {"size": "", "precision": "", "timed": "", "tokens": "tokens", "num_layers": "adamw's blocks"}
 _COLUMNS = {
     "size": "size",
     "precision": "precision",
@@ -231,6 +254,7 @@ _COLUMNS = {
     "kernel": "kernel",
     "phase": "pass",
     "implementation": "implementation",
+    "timed": "timed",
     "status": "status",
     "median_ms": "median ms",
     "p20_ms": "20 %",
