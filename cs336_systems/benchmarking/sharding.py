@@ -110,10 +110,6 @@ def measure_sharding(
     `profile_step(step, device)` profiles one step and returns the row's fields that need it, and under "intervals" the
     step's. The result has the row's fields, "intervals", and under "memory" the fields of each rank's memory rows.
     """
-    import torch
-
-    from cs336_systems.benchmarking.timing import time_step
-
     memory = MemoryLog(context, cell)
     step = ShardingStep(context, cell)
     memory.note(step, MOMENTS[0])
@@ -123,33 +119,52 @@ def measure_sharding(
     step.optimizer.step()
     memory.note(step, MOMENTS[2])
 
+    times, phases_ms = time_on_ranks(context, cell, step)
+    profiled = profile_step(step, context.device) if profile_step is not None else {}
+    return {
+        **times,
+        "optimizer_ms": phases_ms["optimizer"],
+        "predicted_peak_gib": _formula(cell).peak / 2**30,
+        "intervals": None,
+        **profiled,
+        "memory": [row for of_rank in _of_all_ranks(memory.rows) for row in of_rank],
+    }
+
+
+def time_on_ranks(
+    context: Any, cell: Any, step: Callable[[Callable[[str], Any]], None]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Warms up and times `step(phase)` as the cell says; a collective call, with the same numbers on every rank.
+
+    Returns a row's fields of time and memory, whose steps ran from one phase into the next as in training, and the
+    median milliseconds of each phase in steps that wait at each phase's edges. Times are of the slowest rank.
+    """
+    import torch
+
+    from cs336_systems.benchmarking.timing import time_step
+
     def on_warm() -> None:
         gc.collect()
         if context.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(context.device)
 
-    def whole(_: Any) -> None:
-        step(_no_phase)  # the device runs from one phase into the next, as in training
-
-    times_ms = time_step(whole, cell.warmup, cell.steps, context.device, on_warm)["step"]
+    times_ms = time_step(lambda _: step(_no_phase), cell.warmup, cell.steps, context.device, on_warm)["step"]
     on_gpu = context.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated(context.device) / 2**30 if on_gpu else None
     phased = time_step(step, 0, PHASED_STEPS, context.device)
-    times, optimizer, peaks, rows = zip(*_of_all_ranks((times_ms, phased["optimizer"], peak, memory.rows)), strict=True)
+    times, phases, peaks = zip(*_of_all_ranks((times_ms, phased, peak)), strict=True)
     statistics = Statistics.of([max(repeat) for repeat in zip(*times, strict=True)])
-    profiled = profile_step(step, context.device) if profile_step is not None else {}
-    return {
+    measured = {
         "step_mean_ms": statistics.mean,
         "step_std_ms": statistics.std,
         "step_median_ms": statistics.median,
         "step_min_ms": statistics.min,
-        "optimizer_ms": Statistics.of([max(repeat) for repeat in zip(*optimizer, strict=True)]).median,
         "tokens_per_s": cell.batch_size * cell.ctx * cell.world_size / statistics.median * 1e3,
         "peak_memory_gib": max(peaks) if on_gpu else None,
-        "predicted_peak_gib": _formula(cell).peak / 2**30,
-        "intervals": None,
-        **profiled,
-        "memory": [row for of_rank in rows for row in of_rank],
+    }
+    return measured, {
+        name: Statistics.of([max(repeat) for repeat in zip(*(of_rank[name] for of_rank in phases), strict=True)]).median
+        for name in phased
     }
 
 

@@ -1,0 +1,160 @@
+"""From the leaderboard step's arguments to its files: check, plan the memory, show the plan, measure, write rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.accounting.memory_plan import MemoryPlan, plan_memory, predict_memory
+from cs336_systems.accounting.report import markdown_table
+from cs336_systems.attention.model_attention import why_not
+from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell, LeaderboardRow, cell_label
+from cs336_systems.benchmarking.leaderboard_step import measure_leaderboard_step
+from cs336_systems.benchmarking.rank_sweep import (
+    model_on_ranks,
+    nccl_settings,
+    open_results,
+    present,
+    run_rank_sweep,
+    world_sizes,
+)
+from cs336_systems.cli import refusing_bad_input, show, tell
+from cs336_systems.configs import check
+from cs336_systems.distributed.process_group import launcher
+from cs336_systems.workload import why_kernels_not
+
+USED_SHARE = (
+    0.95  # of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding
+)
+
+COLUMNS = {
+    "implementation": "implementation",
+    "world_size": "ranks",
+    "attention": "attention",
+    "kept_blocks": "blocks that keep all",
+    "max_ctas": "CTAs at most",
+    "high_priority": "high priority",
+    "status": "status",
+    "step_median_ms": "step ms",
+    "step_std_ms": "± ms",
+    "step_min_ms": "fastest ms",
+    "forward_ms": "forward ms",
+    "backward_ms": "backward ms",
+    "synchronization_ms": "synchronization ms",
+    "optimizer_ms": "optimizer ms",
+    "tokens_per_s": "tokens/s",
+    "tflops": "TFLOP/s a rank",
+    "peak_share": "of peak",
+    "peak_memory_gib": "peak GiB",
+    "predicted_gib": "predicted GiB",
+}
+
+
+def run_leaderboard_step(
+    command: str,
+    *,
+    size: str,
+    processes: tuple[int, ...],
+    implementation: tuple[str, ...],
+    memory_gib: float | None,
+    kept_blocks: tuple[int, ...],
+    max_ctas: tuple[int, ...],
+    high_priority: tuple[str, ...],
+    device: str,
+    out: Path,
+    **parameters: Any,
+) -> list[LeaderboardRow]:
+    """Prints the plan, measures every implementation, and leaves the files leaderboard_step* under `out`
+    (scripts/leaderboard_step.py).
+
+    `parameters` are other fields of `LeaderboardCell`, the same for all. Bad input ends the program with status 2
+    before anything runs.
+    """
+    with refusing_bad_input():
+        common = model_on_ranks(size, device, "sdpa", implementation=implementation)
+        device = common["device"]
+        settings = nccl_settings(device, max_ctas, high_priority)
+        ranks = world_sizes(processes, device, (2,))
+        base = LeaderboardCell(**common, **parameters)
+        asked = [
+            replace(base, implementation=name, kept_blocks=n)
+            for name, n in product(implementation, kept_blocks or (0,))
+        ]
+        if any(cell.implementation == "fused" for cell in asked):
+            missing = why_kernels_not("fused", device)
+            check(missing is None, "implementation", "fused", str(missing))
+        check(memory_gib is None or memory_gib > 0, "memory_gib", memory_gib, "must be above 0")
+        card_gib, attention = _card(device)
+        memory_gib = memory_gib or (card_gib and USED_SHARE * card_gib)
+        plans = [(n, plan) for n in ranks for plan in _plans(base, n, memory_gib, kept_blocks)]
+        cells = [
+            replace(
+                base,
+                **_parts(name, attention, device),
+                **setting,
+                world_size=world_size,
+                kept_blocks=plan.n_kept,
+                checkpoint_every=int(plan.n_checkpointed > 0),
+                memory_gib=memory_gib,
+                predicted_gib=plan.peak_bytes / 2**30 if name == "fused" else None,
+            )
+            for world_size, plan in plans
+            for name, setting in product(implementation, settings)
+        ]
+        results = open_results(out, "leaderboard_step", LeaderboardRow, command, device)
+    if results is not None:
+        show("\n".join(_plan_table(plan, world_size) for world_size, plan in plans))
+    run_rank_sweep(cells, measure_leaderboard_step, results, cell_label)
+    if results is None:  # a launched rank other than 0
+        return []
+    show(results.write_tables(present(COLUMNS, results.rows)))
+    tell(f"Rows and tables: {out}/leaderboard_step*")
+    return results.rows
+
+
+def _plans(
+    cell: LeaderboardCell, world_size: int, memory_gib: float | None, kept_blocks: tuple[int, ...]
+) -> list[MemoryPlan]:
+    """The plan for the memory, or those of the numbers of blocks that were asked for; without a limit all is kept."""
+    model = cell.model_config(), cell.batch_size * cell.ctx, world_size
+    limit = math.inf if memory_gib is None else memory_gib
+    if not kept_blocks:
+        return [plan_memory(*model, limit, cell.precision)]
+    return [predict_memory(*model, n, limit, cell.precision) for n in kept_blocks]
+
+
+def _parts(implementation: str, attention: str, device: str) -> dict[str, Any]:
+    """The fields of a cell that name what it is built of."""
+    if implementation == "fused":
+        return {"implementation": "fused", "attention": attention, "kernels": "fused", "optimizer": "adamw"}
+    compiled = "blocks" if device == "cuda" else "off"
+    return {"implementation": "torch", "attention": "sdpa", "optimizer": "adamw-fused", "compile": compiled}
+
+
+def _card(device: str) -> tuple[float | None, str]:
+    """GiB of the card, None for a CPU, and the fastest attention there. Asked in a process of its own, unless this is a
+    launched rank: a parent must leave the cards to its ranks."""
+    if device == "cpu":
+        return None, "flash-pytorch"
+    return _ask_card() if launcher() is not None else run_isolated(_ask_card).value
+
+
+def _ask_card() -> tuple[float, str]:
+    import torch
+
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return round(gib, 1), next(name for name in ("flash-hopper", "flash-triton") if why_not(name, "cuda") is None)
+
+
+def _plan_table(plan: MemoryPlan, world_size: int) -> str:
+    fits = "" if plan.fits else f"\n\nThat is more than the {plan.memory_bytes / 2**30:.1f} GiB that it may use."
+    return (
+        f"The plan for each of {world_size} ranks: {plan.n_checkpointed} blocks keep their input and attention's "
+        f"output, the last {plan.n_kept} everything.\n\n"
+        + markdown_table(("held at the peak", "GiB"), plan.rows())
+        + f"{fits}\n"
+    )

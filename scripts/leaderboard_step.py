@@ -1,0 +1,65 @@
+"""Time the 2026 leaderboard's step: the 8b model, 32,768 tokens on each of two GPUs, forward, loss, backward, AdamW.
+
+Prints the plan for memory first: how many blocks keep all that backward needs, and how many compute it again. Then the
+step with this project's parts, and with PyTorch's.
+
+    python scripts/leaderboard_step.py
+    python scripts/leaderboard_step.py --implementation fused --memory-gib 75
+    torchrun --nproc-per-node 2 scripts/leaderboard_step.py --implementation fused
+
+On a CPU, for a look: TRITON_INTERPRET=1 python scripts/leaderboard_step.py --size tiny --ctx 16 --precision fp32
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cs336_systems.cli import command_line, parse
+
+
+@dataclass(frozen=True)
+class Arguments:
+    size: str = "8b"
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
+    ctx: int = 32_768
+    """Context length, in tokens."""
+    batch_size: int = 1
+    """Sequences on each rank."""
+    processes: tuple[int, ...] = ()
+    """Numbers of ranks, one a GPU. Default: 2."""
+    implementation: tuple[Literal["fused", "torch"], ...] = ("fused", "torch")
+    """fused: this project's kernels, attention, FSDP and AdamW. torch: FSDP2, SDPA, torch.compile, fused AdamW."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of parameters, gradients and AdamW's moments."""
+    memory_gib: float | None = None
+    """What the plan may use of each card. Default: 95% of it; on a CPU everything is kept."""
+    kept_blocks: tuple[int, ...] = ()
+    """Numbers of blocks that keep all that backward needs, in the plan's place, and for both implementations."""
+    max_ctas: tuple[int, ...] = (0,)
+    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute; 0 leaves it to
+    NCCL. Several are compared."""
+    high_priority: tuple[Literal["off", "on"], ...] = ("off",)
+    """Have the GPU schedule NCCL's blocks before those of the kernels that compute."""
+    warmup: int = 3
+    """Steps before measuring."""
+    steps: int = 10
+    """Measured steps."""
+    seed: int = 0
+    """Of the random weights and tokens."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
+    out: Path = Path("out/leaderboard_step")
+    """Folder for rows (JSON, CSV) and tables (Markdown, LaTeX)."""
+
+
+def main() -> None:
+    arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.run_leaderboard_step import run_leaderboard_step
+
+    run_leaderboard_step(command_line(), **vars(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The leaderboard's step on two gloo ranks against the plain model in float32, and its command line."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
+
+from cs336_basics.nn_utils import cross_entropy
+from cs336_basics.optimizer import AdamW
+from cs336_systems.accounting.flops import train_step_flops
+from cs336_systems.benchmarking import run_leaderboard_step as run_module
+from cs336_systems.benchmarking.isolation import Outcome
+from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell, LeaderboardRow, cell_label
+from cs336_systems.benchmarking.leaderboard_step import LOSS_CHUNK_TOKENS, ChunkedLossLM, LeaderboardStep
+from cs336_systems.benchmarking.sweep import make_row
+from cs336_systems.configs import MODEL_SIZES, ModelConfig
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.records import read_results
+from cs336_systems.workload import build_model
+from tests.attention_helpers import IGNORE_INTERPRETER
+from tests.distributed_helpers import run_gloo
+
+pytestmark = IGNORE_INTERPRETER
+
+# Rows that two ranks divide unevenly, and of two blocks one that keeps everything. Triton's interpreter is slow.
+SHAPE: dict[str, Any] = {"d_model": 6, "d_ff": 5, "num_layers": 2, "num_heads": 1, "vocab_size": 7}
+FIELDS: dict[str, dict[str, Any]] = {
+    "fused": {"attention": "flash-pytorch", "kernels": "fused", "optimizer": "adamw"},
+    "torch": {"attention": "sdpa", "optimizer": "adamw-fused"},
+}
+
+
+def cell_of(implementation, **parameters):
+    fixed: dict[str, Any] = {
+        "size": "custom",
+        "ctx": 2,
+        "batch_size": 1,
+        "precision": "fp32",
+        "kept_blocks": 1,
+        "checkpoint_every": 1,
+    }
+    return LeaderboardCell(
+        **{**SHAPE, **fixed, "implementation": implementation, **FIELDS[implementation], **parameters}
+    )
+
+
+def no_phase(name):
+    return nullcontext()
+
+
+def gathered(values):
+    """All ranks' parts of a batch, one below the other."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values)
+    return torch.cat(parts)
+
+
+def whole_parameters(step):
+    """Of the step's model, in the plain model's order."""
+    if isinstance(step.model, FSDP):
+        return list(step.model.gather_full_params().values())
+    return [parameter.full_tensor() for parameter in step.model.parameters()]
+
+
+def whole_gradients(step):
+    """Gathered as the parameters are, in whose places they are put for that time."""
+    parameters = list(step.model.parameters())
+    with torch.no_grad():
+        kept = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.copy_(parameter.grad)
+        gradients = [gradient.clone() for gradient in whole_parameters(step)]
+        for parameter, values in zip(parameters, kept, strict=True):
+            parameter.copy_(values)
+    return gradients
+
+
+def compare_with_the_plain_model(context, implementation):
+    cell = cell_of(implementation)
+    step = LeaderboardStep(context, cell)
+    torch.manual_seed(cell.seed)
+    plain = build_model(cell.model_config(), "cpu")
+    parameters = list(plain.parameters())
+    for ours, theirs in zip(whole_parameters(step), parameters, strict=True):
+        assert torch.equal(ours, theirs)
+    inputs, targets = gathered(step.inputs), gathered(step.targets)
+    assert not torch.equal(inputs[0], inputs[1])
+    optimizer = AdamW(plain.parameters())
+    for group in optimizer.param_groups + step.optimizer.param_groups:
+        group["eps"] = 1e-4  # else rounding would count where a gradient is next to nothing
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = cross_entropy(plain(inputs), targets)
+        loss.backward()
+        step.compute_gradients(no_phase)
+        torch.testing.assert_close(gathered(step.loss.view(1)).mean(), loss.detach(), rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(whole_gradients(step), parameters, strict=True):
+            assert theirs.grad.abs().max() > 1e-3
+            torch.testing.assert_close(ours, theirs.grad, rtol=1e-5, atol=1e-5)
+        optimizer.step()
+        step.optimizer.step()
+    for ours, theirs in zip(whole_parameters(step), parameters, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "torch"])
+def test_loss_gradients_and_three_steps_are_the_plain_models(implementation):
+    run_gloo(compare_with_the_plain_model, implementation)
+
+
+def test_the_loss_in_chunks_is_the_loss(monkeypatch):
+    monkeypatch.setattr("cs336_systems.benchmarking.leaderboard_step.LOSS_CHUNK_TOKENS", 4)
+    assert LOSS_CHUNK_TOKENS == 4096
+    config = cell_of("torch").model_config()
+    model = build_model(config, "cpu")
+    inputs, targets = torch.randint(7, (2, 3, 2))
+    sizes = []
+    model.lm_head.register_forward_hook(lambda layer, args, logits: sizes.append(len(logits)))
+    loss = ChunkedLossLM(model)(inputs, targets)
+    ours = torch.autograd.grad(loss, list(model.parameters()))
+    assert sizes == [4, 2, 2, 4]  # each once more, in backward's order
+    expected = cross_entropy(model(inputs), targets)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, list(model.parameters())))
+
+
+RUN: dict[str, Any] = {
+    "size": "tiny",
+    "ctx": 3,
+    "batch_size": 1,
+    "processes": (2,),
+    "implementation": ("torch",),
+    "precision": "fp32",
+    "memory_gib": None,
+    "kept_blocks": (),
+    "max_ctas": (0,),
+    "high_priority": ("off",),
+    "warmup": 0,
+    "steps": 2,
+    "seed": 0,
+    "device": "cpu",
+}
+
+
+@pytest.fixture
+def smallest(monkeypatch):
+    monkeypatch.setitem(MODEL_SIZES, "tiny", ModelConfig(**SHAPE))
+
+
+def test_rows_of_a_run(smallest, tmp_path, capsys):
+    (row,) = run_module.run_leaderboard_step("", **RUN, out=tmp_path)
+    _, (stored,), _ = read_results(tmp_path / "leaderboard_step.json", LeaderboardRow)
+    assert stored == row
+    assert (row.status, row.implementation, row.attention, row.kernels) == ("ok", "torch", "sdpa", "plain")
+    assert (row.kept_blocks, row.checkpoint_every) == (2, 0)  # no limit on a CPU
+    assert row.step_min_ms <= row.step_median_ms
+    assert min(row.forward_ms, row.backward_ms, row.optimizer_ms) > row.synchronization_ms > 0
+    assert row.tokens_per_s == pytest.approx(2 * 3 / row.step_median_ms * 1e3)
+    flops = train_step_flops(ModelConfig(**SHAPE), 1, 3, attention="causal")
+    assert row.tflops == pytest.approx(flops / row.step_median_ms * 1e3 / 1e12)
+    assert row.peak_share is row.peak_memory_gib is row.predicted_gib is None
+    shown = capsys.readouterr().out
+    assert shown.index("the last 2 everything") < shown.index("tokens/s")
+    assert (tmp_path / "leaderboard_step.md").exists()
+
+
+@pytest.fixture
+def swept(monkeypatch):
+    """The cells that a run would measure, each of which runs out of memory."""
+    cells = []
+
+    def sweep(asked, measure, results, label):
+        for cell in asked:
+            cells.append(cell)
+            results.append(make_row(LeaderboardRow, cell, Outcome("oom", reason="CUDA out of memory"), {}))
+
+    monkeypatch.setattr(run_module, "run_rank_sweep", sweep)
+    return cells
+
+
+def run_for_8b(tmp_path, **changed):
+    settings: dict[str, Any] = {"size": "8b", "ctx": 32_768, "precision": "bf16", "memory_gib": 75.0}
+    both: dict[str, Any] = {"implementation": ("fused", "torch")}
+    return run_module.run_leaderboard_step("", **(RUN | settings | both | changed), out=tmp_path)
+
+
+def test_the_plan_is_shown_and_both_implementations_follow_it(swept, tmp_path, capsys):
+    rows = run_for_8b(tmp_path)
+    fused, torchs = swept
+    assert 0 < fused.kept_blocks == torchs.kept_blocks < 34
+    assert fused.predicted_gib < 75 < fused.predicted_gib + 4
+    assert torchs.predicted_gib is None
+    assert (fused.kernels, fused.optimizer, fused.attention) == ("fused", "adamw", "flash-pytorch")
+    assert (torchs.kernels, torchs.optimizer, torchs.attention) == ("plain", "adamw-fused", "sdpa")
+    shown = capsys.readouterr().out
+    n_checkpointed = 34 - fused.kept_blocks
+    assert f"{n_checkpointed} blocks keep their input and attention's output, the last {fused.kept_blocks}" in shown
+    assert f"| {fused.predicted_gib:.2f} |" in shown
+    assert "more than" not in shown
+    assert [(row.status, row.predicted_gib) for row in rows] == [("oom", fused.predicted_gib), ("oom", None)]
+    assert cell_label(fused) == f"fused ×2, {fused.kept_blocks} of 34 blocks kept"
+
+
+def test_numbers_of_blocks_take_the_plans_place(swept, tmp_path, capsys):
+    run_for_8b(tmp_path, kept_blocks=(0, 20), implementation=("fused",))
+    assert [cell.kept_blocks for cell in swept] == [0, 20]
+    assert swept[0].predicted_gib < 75 < swept[1].predicted_gib
+    assert capsys.readouterr().out.count("That is more than the 75.0 GiB") == 1
+
+
+def test_the_whole_card_is_not_the_plans(swept, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "_card", lambda device: (139.8, "flash-hopper"))
+    run_for_8b(tmp_path, memory_gib=None)
+    assert swept[0].memory_gib == pytest.approx(0.95 * 139.8)
+    assert swept[0].attention == "flash-hopper"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"size": "huge"}, "--size huge: must be one of"),
+        ({"implementation": ("naive",)}, "--implementation naive: must be one of fused, torch"),
+        ({"implementation": ()}, "--implementation"),
+        ({"precision": "fp16"}, "--precision fp16: must be bf16 or fp32"),
+        ({"processes": (0,)}, "--processes 0: must be at least 1"),
+        ({"kept_blocks": (3,)}, "--kept-blocks 3: must be between 0 and 2"),
+        ({"memory_gib": 0.0}, "--memory-gib 0.0: must be above 0"),
+        ({"ctx": 0}, "--ctx 0: must be between 1"),
+        ({"batch_size": 0}, "--batch-size 0: must be between 1"),
+        ({"steps": 0}, "--steps 0: must be at least 1"),
+        ({"max_ctas": (4,)}, "--max-ctas 4"),
+    ],
+)
+def test_bad_input_is_refused(changed, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        run_module.run_leaderboard_step("", **RUN | changed, out=tmp_path)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fused_kernels_need_triton(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(run_module, "why_kernels_not", lambda name, device: "no Triton here")
+    with pytest.raises(SystemExit):
+        run_for_8b(tmp_path)
+    assert "--implementation fused: no Triton here" in capsys.readouterr().err
