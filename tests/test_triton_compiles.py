@@ -236,10 +236,10 @@ def test_representative_cases_compile():
         if case.is_hopper:
             code = result["hopper_code"]
             assert code.count("P") > 6 * sum(code.count(n) for n in "01"), "ptxas waits after every product"
-            # A tile's exponentials a thread, and forward's two for its rows, lie between the waits for S and for P V (or
-            # dP), in two consumers, with and without a mask.
-            n_exponentials = {"forward": 64 + 2, "dq": 32}[case.name]
-            assert re.findall(r"1(e*)0", code) == ["e" * n_exponentials] * 4, "ptxas has moved them behind the wait"
+        if case.is_hopper and case.name == "forward":
+            # A tile's 64 exponentials a thread, and two for its rows, lie between the waits for S and for P V, in two
+            # consumers, with and without a mask.
+            assert re.findall(r"1(e*)0", code) == ["e" * 66] * 4, "ptxas has moved the softmax behind the wait"
 
 
 @pytest.mark.slow
