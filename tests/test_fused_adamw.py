@@ -207,6 +207,19 @@ def test_states_are_exchanged_with_the_other_adamws(other_class, device):
     assert_equal_to_1e_6(ours, theirs)
 
 
+def test_a_state_that_someone_replaced_is_the_one_that_is_used(device):
+    ours = make_parameters(device, shapes=[(3, 4)])
+    theirs = copies(ours)
+    our_optimizer, their_optimizer = FusedAdamW(ours), AdamW(theirs)
+    for name in ("exp_avg", "exp_avg_sq", "exp_avg", "exp_avg_sq"):
+        set_gradients(ours, theirs)
+        our_optimizer.step()
+        their_optimizer.step()
+        for state in (our_optimizer.state[ours[0]], their_optimizer.state[theirs[0]]):
+            state[name] = 2 * state[name] if state["step"] < 3 else 2 * state[name].T.contiguous().T
+    assert_equal_to_1e_6(ours, theirs)
+
+
 def test_a_copied_optimizer_goes_on(device):
     parameters = make_parameters(device, shapes=[(3, 4)])
     optimizer = FusedAdamW(parameters, state_dtype=torch.float32)

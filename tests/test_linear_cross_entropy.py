@@ -98,6 +98,18 @@ def test_large_logits(shift, device):
     check_against_float64(x, weight, targets)
 
 
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_maximum_that_grows_along_the_row(direction, device):
+    logits = direction * torch.linspace(-6, 6, 9000, device=device).view(1, -1)
+    targets, losses = torch.tensor([17], device=device), torch.empty(1, device=device)
+    near = logits.clone().requires_grad_()
+    expected = F.cross_entropy(near, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(expected.sum(), near)
+    module._launch_cross_entropy(logits, targets, losses, -100, True)
+    torch.testing.assert_close(losses, expected.detach())
+    torch.testing.assert_close(logits, gradient)
+
+
 def test_what_is_not_finite_shows_in_the_loss(device):
     x, weight, targets = draw(4, 50, 8, torch.float32, device)
     with torch.no_grad():
@@ -204,6 +216,8 @@ def test_autocast_takes_masters_in_float32_and_gives_them_gradients_in_float32(d
     with torch.autocast(device, dtype=dtype):
         ours = loss_and_gradients(linear_cross_entropy, x, weight, targets)
         peers = loss_and_gradients(plain, x, weight, targets)
+        mixed = linear_cross_entropy(x.to(dtype), weight, targets)
+    assert mixed == ours[0]  # so the masters were rounded too
     expected = loss_and_gradients(exact, x, weight, targets, torch.float64)
     for our, peer, true in zip(ours, peers, expected, strict=True):
         assert our.dtype == torch.float32

@@ -42,6 +42,15 @@ def test_with_a_residual_matches_float64(shape, dtype, device):
     assert_no_worse_than_eager(add_rms_norm, eager_with_residual, draw(shape, dtype, device, 2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_is_rounded_before_it_is_normed(dtype, device):
+    """As by the two operators: what backward reads is what forward normed."""
+    x, residual, weight = draw((5, 33), dtype, device, 2)
+    y, h = add_rms_norm(x, residual, weight, dtype=torch.float32)
+    assert torch.equal(h, x + residual)
+    torch.testing.assert_close(y, rms_norm(h, weight, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 11])
 def test_rows_of_the_weights_gradient_are_shared_by_programs(rows, device):
     assert_no_worse_than_eager(rms_norm, eager, draw((rows, 33), torch.float32, device))
