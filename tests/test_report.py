@@ -74,7 +74,7 @@ def test_sentences_change_with_the_rows(tmp_path):
     def other(name, value, number):
         if name in ("result_to_4_places", "float16"):  # measured too, and kept as words
             return value[::-1]
-        return value * (1.5 + 0.37 * number) if _measured(name, value) else value
+        return value * (1.5 + 0.37 * number + 0.01 * len(name)) if _measured(name, value) else value
 
     def scale(row, number):
         return {name: other(name, value, number) for name, value in row.items()}
