@@ -51,6 +51,7 @@ elif (here / "fails").exists():
     sys.exit(int((here / "fails").read_text()))
 elif (here / "interrupted").exists():
     import os, signal
+    out.write_text("part of a report")
     os.kill(os.getppid(), signal.SIGINT)
 elif not (here / "silent").exists():
     out.write_text("report")
@@ -201,6 +202,7 @@ def test_what_nsys_recorded_before_an_interruption_is_kept(
     assert stopped.value.code == 130
     assert "--resume goes on from here" in capsys.readouterr().err
     assert report.read_bytes() == before
+    assert not list(out.glob("*256*/report*"))  # none of less than was asked for
 
 
 def test_a_capture_that_fails_otherwise_ends_the_run(nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -295,6 +297,21 @@ def test_reports_are_found_exported_and_named(nsys: Path, tmp_path: Path) -> Non
     _analyze(tmp_path / "cells", out=tmp_path / "out", nsys=_command(nsys))
     assert (tmp_path / "out" / "small-ctx128.md").exists()
     assert exported.with_suffix(".sqlite").exists()
+
+
+def test_a_report_that_cannot_be_read_among_others_is_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("small-ctx128", "small-ctx256"):
+        report = tmp_path / "cells" / name / "report.sqlite"
+        report.parent.mkdir(parents=True)
+        _made_report(named_cell("small", 128, **CELL)).write(report)
+    report.write_bytes(report.read_bytes()[:5000])
+    with pytest.raises(SystemExit) as stopped:
+        _analyze(tmp_path / "cells", out=tmp_path / "out")
+    assert stopped.value.code == 1
+    assert f"error: left out: {report}" in capsys.readouterr().err
+    assert len(read_results(tmp_path / "out" / "steps.json", StepRow)[1]) == 1
 
 
 def test_a_full_disk_leaves_the_reports_and_says_so(

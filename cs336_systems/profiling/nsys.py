@@ -86,8 +86,13 @@ def capture(nsys: Sequence[str], report: Path, command: Sequence[str]) -> None:
         NsysFailed: `command` failed, or nsys left no report.
     """
     report.unlink(missing_ok=True)
-    status = run(profile_command(nsys, report, command))
+    try:
+        status = run(profile_command(nsys, report, command))
+    except KeyboardInterrupt:  # nsys, which was interrupted too, may leave a report of less than was asked for
+        report.unlink(missing_ok=True)
+        raise
     if status != 0:
+        report.unlink(missing_ok=True)
         raise NsysFailed(f"nsys or the program under it ended with status {status}; its own words are above")
     if not report.exists():
         left = sorted(path.name for path in report.parent.glob(f"{report.stem}*.qdstrm"))

@@ -45,8 +45,8 @@ def run_analysis(
     """Reads reports and folders of scripts/profile_nsys.py, and writes what `write_analyses` does under `out`.
 
     With `trim`, writes the one report's first steps there, and nothing else; with `compare`, only how far two reports
-    of the same step agree, as agreement.json and its tables. Bad input, and a report that is none, end
-    the program with status 2.
+    of the same step agree, as agreement.json and its tables. Bad input, and reports of which none can be read, end the
+    program with status 2; one among others is named and left out, and the status is 1.
     """
     with refusing_bad_input():
         check(len(reports) > 0, "reports", (), "needs at least one report or folder")
@@ -65,11 +65,17 @@ def run_analysis(
         baseline = _rows(benchmark) if benchmark else []
         for folder in folders:
             baseline += _rows(folder / UNPROFILED / "benchmark.json")
-        analyses = {}
+        analyses, unreadable = {}, []
         for file in files:
-            trace = read_trace_file(file, nsys)
+            try:
+                trace = read_trace_file(file, nsys)
+            except ValueError as error:
+                unreadable.append(str(error))
+                continue
             name = report_name(file)
             analyses[name] = analyze(replace(trace, source=name), _same_cell(baseline, trace.cell))
+        if unreadable and not analyses:
+            raise ValueError("; ".join(unreadable))
         cells = [own for folder in folders for own in sorted(folder.iterdir()) if own.name != UNPROFILED]
         failed = [row for own in cells for row in failed_rows(own)]
         if not analyses and not failed:
@@ -78,6 +84,9 @@ def run_analysis(
         results = ResultsFile(out, "steps", StepRow, _provenance(command, files, gpu))
     print(write_analyses(analyses, failed, results, top))
     print(f"Answers, rows, kernels, and a report and picture each: {out}/", file=sys.stderr)
+    if unreadable:
+        print("\n".join(f"error: left out: {reason}" for reason in unreadable), file=sys.stderr)
+        raise SystemExit(1)
     return list(analyses.values())
 
 
