@@ -7,7 +7,9 @@ step with this project's parts, and with PyTorch's.
     python scripts/leaderboard_step.py --implementation fused --memory-gib 75
     torchrun --nproc-per-node 2 scripts/leaderboard_step.py --implementation fused
 
-On a CPU, for a look: TRITON_INTERPRET=1 python scripts/leaderboard_step.py --size tiny --ctx 16 --precision fp32
+On a CPU, for a look (with TRITON_INTERPRET=1 in the environment fused runs there too, in minutes):
+
+    python scripts/leaderboard_step.py --size tiny --ctx 16 --precision fp32 --implementation torch
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def test_numbers_of_blocks_take_the_plans_place(swept, tmp_path, capsys):
     run_for_8b(tmp_path, kept_blocks=(0, 20), implementation=("fused",))
     assert [cell.kept_blocks for cell in swept] == [0, 20]
     assert swept[0].predicted_gib < 75 < swept[1].predicted_gib
-    assert capsys.readouterr().out.count("That is more than the 75.0 GiB") == 1
+    assert capsys.readouterr().out.count("That is more than the 75.00 GiB") == 1
 
 
 def test_the_whole_card_is_not_the_plans(swept, tmp_path, monkeypatch):

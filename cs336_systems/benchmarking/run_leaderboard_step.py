@@ -8,6 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cs336_systems.accounting.memory_plan import MemoryPlan, plan_memory, predict_memory
 from cs336_systems.accounting.report import markdown_table
 from cs336_systems.attention.model_attention import why_not
@@ -144,14 +146,12 @@ def _card(device: str) -> tuple[float | None, str]:
 
 
 def _ask_card() -> tuple[float, str]:
-    import torch
-
     gib = torch.cuda.get_device_properties(0).total_memory / 2**30
     return round(gib, 1), next(name for name in ("flash-hopper", "flash-triton") if why_not(name, "cuda") is None)
 
 
 def _plan_table(plan: MemoryPlan, world_size: int) -> str:
-    fits = "" if plan.fits else f"\n\nThat is more than the {plan.memory_bytes / 2**30:.1f} GiB that it may use."
+    fits = "" if plan.fits else f"\n\nThat is more than the {plan.memory_bytes / 2**30:.2f} GiB that it may use."
     return (
         f"The plan for each of {world_size} ranks: {plan.n_checkpointed} blocks keep their input and attention's "
         f"output, the last {plan.n_kept} everything.\n\n"
