@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -98,6 +98,18 @@ class ResultsFile(Generic[Row]):
             self._run_of_row.pop()
             raise
 
+    def replace(self, rows: Sequence[Row], is_replaced: Callable[[Row], bool]) -> None:
+        """Adds rows in the place of those of which `is_replaced(row)` is true, in one write; errors as `append`."""
+        before = self.rows, self._run_of_row
+        kept = [index for index, row in enumerate(self.rows) if not is_replaced(row)]
+        self.rows = [self.rows[index] for index in kept] + [*rows]
+        self._run_of_row = [self._run_of_row[index] for index in kept] + [len(self.runs) - 1] * len(rows)
+        try:
+            self._write()
+        except BaseException:
+            self.rows, self._run_of_row = before
+            raise
+
     def used_runs(self) -> list[Provenance]:
         """The runs that have rows, in order."""
         return [run for index, run in enumerate(self.runs) if index in set(self._run_of_row)]
@@ -164,9 +176,16 @@ class DetailRows(Generic[Row]):
 
     def complete(self, cell: Any, measured: dict[str, Any]) -> dict[str, Any]:
         """Takes the details out of a measurement and keeps them; what is left is the sweep's own row."""
-        for details in measured.pop(self._key, []):
-            self.file.append(self.file.row_type(**_as_dict(cell), **details))
+        details = [self.file.row_type(**_as_dict(cell), **one) for one in measured.pop(self._key, [])]
+        # A run that ended between these and the sweep's own row has left them there.
+        if details:
+            self.file.replace(details, lambda row: is_row_of(row, cell))
         return measured
+
+
+def is_row_of(row: Any, cell: Any) -> bool:
+    """Whether a row has all of a cell's parameters."""
+    return all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__)
 
 
 def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance], list[Row], list[int]]:
@@ -187,7 +206,9 @@ def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance
             if wrong := set(row) - names | needed - set(row):
                 raise ValueError(f"columns differ by {sorted(wrong)}")
         rows = [row_type(**row) for row in document["rows"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if wrong := set(run_of_row) - set(range(len(runs))):
+            raise ValueError(f"it has {len(runs)} runs, and rows of run {min(wrong)}")
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a results file of {row_type.__name__} rows ({error})") from error
     return runs, rows, run_of_row
 

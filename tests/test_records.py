@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cs336_systems.provenance import collect_provenance
-from cs336_systems.records import ResultsFile, Statistics, format_value, read_results, to_markdown
+from cs336_systems.records import DetailRows, ResultsFile, Statistics, format_value, read_results, to_markdown
 from tests.example_rows import RUN
 
 
@@ -55,6 +55,31 @@ def test_a_new_run_keeps_the_old_runs_files_together(tmp_path):
         assert (folder / "bench_times.png").read_text() == run
         assert {path.name for path in folder.iterdir() if path.is_file()} - {*others} == files
     assert all((tmp_path / name).exists() for name in others)  # no file of this name's
+
+
+def test_details_of_a_cell_that_is_measured_again_take_the_place_of_the_old(tmp_path):
+    @dataclass(frozen=True)
+    class Cell:
+        name: str
+
+    results = ResultsFile(tmp_path, "bench", _Row, RUN)
+    for resume in (False, True):  # a run ended between the details and the row beside them, and is resumed
+        details = DetailRows(results, "parts", _Row, "parts", resume)
+        for name in ("a", "b"):
+            parts = [{"size": size, "time_ms": float(resume)} for size in (1, 2)]
+            assert details.complete(Cell(name), {"parts": parts, "time_ms": 3.0}) == {"time_ms": 3.0}
+    expected = [_Row(name, size, 1.0) for name in "ab" for size in (1, 2)]
+    assert read_results(tmp_path / "parts.json", _Row)[1] == expected
+    assert details.complete(Cell("c"), {}) == {}
+    assert details.file.rows == expected
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"runs": [], "rows": [{"run": 7, "name": "a", "size": 1}]}', None])
+def test_what_is_no_results_file_is_named(tmp_path, content):
+    path = tmp_path / "bench.json"
+    path.mkdir() if content is None else path.write_text(content)
+    with pytest.raises(ValueError, match=r"bench\.json: not a results file of _Row rows"):
+        read_results(path, _Row)
 
 
 def test_what_a_killed_run_left_half_written_goes(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.records import ResultsFile, Unsupported, read_results
 from tests.example_rows import RUN
@@ -54,6 +55,24 @@ def test_every_cell_gets_a_row_and_the_cells_after_a_failure_run(tmp_path):
         ("small", "ok", 20),
     ]
     assert rows[2].reason == "not on this machine"
+
+
+def test_a_killed_cell_is_measured_again_on_resume_and_others_are_not(tmp_path, monkeypatch):
+    rows = _sweep(tmp_path, [_Cell("large"), _Cell("killed"), _Cell("small", 2)])
+    asked = []
+
+    def measured(measure, cell, **options):
+        asked.append(cell.name)
+        return Outcome("ok", value={"value": 7})
+
+    monkeypatch.setattr("cs336_systems.benchmarking.sweep.run_isolated", measured)
+    resumed = _sweep(tmp_path, [_Cell("large"), _Cell("killed"), _Cell("small", 2)], resume=True)
+    assert asked == ["killed"]
+    assert [(row.name, row.status, row.value) for row in resumed] == [
+        ("large", "oom", None), ("small", "ok", 20), ("killed", "ok", 7),
+    ]  # fmt: skip
+    assert resumed[:2] == [rows[0], rows[2]]
+    assert read_results(tmp_path / "bench.json", _Row)[1] == resumed
 
 
 def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):

@@ -78,6 +78,10 @@ def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypat
     rows = _run(tmp_path, variant=("ddp", "fp32"), seed=(0,))
     assert [(row.variant, row.status) for row in rows] == [("ddp", "killed"), ("fp32", "ok")]
     assert "rank 1" in rows[0].reason
+    monkeypatch.undo()
+    resumed = _run(tmp_path, variant=("ddp", "fp32"), seed=(0,), resume=True)  # it is tried again, the other kept
+    assert [(row.variant, row.status) for row in resumed] == [("fp32", "ok"), ("ddp", "ok")]
+    assert resumed[0] == rows[1]
 
 
 def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path):

@@ -92,6 +92,8 @@ def run_convergence(
                 check_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True))
 
     def sweep() -> None:
+        if any(row.status == "killed" for row in results.rows):  # there may have been a passing cause
+            results.replace([], lambda row: row.status == "killed")
         done = {(row.variant, row.seed) for row in results.rows}
         runs = [(name, value) for value in seed for name in variant if (name, value) not in done]
         with ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool:  # each thread waits for a run's processes

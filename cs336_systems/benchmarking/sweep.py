@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
-from cs336_systems.records import ResultsFile
+from cs336_systems.records import ResultsFile, is_row_of
 
 
 def run_sweep(
@@ -30,7 +30,7 @@ def run_sweep(
         measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own. A
             "status" and a "reason" among them are the row's: a measurement may know what it ran out of memory for.
         results: its `row_type` has the cell's fields, `status`, `reason`, and the results (None where there is none).
-            Out of memory is a result, so such a row is not measured again either.
+            Out of memory is a result, so such a row is not measured again; one whose process was killed is.
         label: what the progress bar calls a cell.
         complete: called as `complete(cell, measured)` in this process; returns the row's results.
 
@@ -49,14 +49,16 @@ def run_sweep(
 
 
 def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
-    """The cells of which `results` has no row: whatever became of such a row, it is not measured again."""
-    return [
-        cell
-        for cell in cells
-        if not any(
-            all(getattr(row, name) == getattr(cell, name) for name in cell.__dataclass_fields__) for row in results.rows
-        )
-    ]
+    """The cells of which `results` has no row, or the row of a process that was killed, for which there may have been a
+    passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is.
+    """
+
+    def is_tried_again(row: Any) -> bool:
+        return row.status == "killed" and any(is_row_of(row, cell) for cell in cells)
+
+    if any(is_tried_again(row) for row in results.rows):
+        results.replace([], is_tried_again)
+    return [cell for cell in cells if not any(is_row_of(row, cell) for row in results.rows)]
 
 
 def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, Any]) -> Any:
