@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cs336_systems.cli import command_line, parse
+from cs336_systems.cli import command_line, parse, refusing_bad_input
 from cs336_systems.configs import Attention, Optimizer, Precision
 
 
@@ -59,6 +59,9 @@ def main() -> None:
     from cs336_systems.profiling.nested_checkpointing import NestedRow, nested_cells, run_nested_sweep, write_nested
 
     parts, layers = options.pop("part"), options.pop("layers")
+    if "nested" in parts:  # refused before the model's part is measured
+        with refusing_bad_input():
+            nested_cells(layers)
     if "model" in parts:
         run_checkpointing(command_line(), **options)
     if "nested" in parts:

@@ -26,12 +26,18 @@ class Arguments:
 def main() -> None:
     arguments = parse(Arguments, __doc__)
     from cs336_systems.benchmarking.report import report
-    from cs336_systems.records import check_writable, write_atomically
+    from cs336_systems.configs import check
+    from cs336_systems.records import NotWritten, check_writable, write_atomically
 
     with refusing_bad_input():
+        check(not arguments.out.is_dir(), "out", str(arguments.out), "must be a file, and is a folder")
         text = report(arguments.results, arguments.out.parent)
         check_writable(arguments.out.parent)
-    write_atomically(arguments.out, text)
+    try:
+        write_atomically(arguments.out, text)
+    except NotWritten as error:
+        tell(f"error: cannot write {arguments.out}: {error.strerror}; what was there is as it was")
+        raise SystemExit(1) from None
     tell(f"Wrote {arguments.out}.")
 
 

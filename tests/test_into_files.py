@@ -54,7 +54,7 @@ def test_a_full_disk_is_explained_and_counts_the_rows_that_are_there(results, ca
     with pytest.raises(SystemExit) as stopped:
         sweep_into_files(results, sweep, _write)
     assert stopped.value.code == 1
-    assert "No space left on device; the 1 rows before remain in rows.json. Make room" in capsys.readouterr().err
+    assert "No space left on device; the 1 row before remains in rows.json. Make room" in capsys.readouterr().err
     assert read_results(results.path, _Row)[1] == results.rows == [_Row(1)]
 
 

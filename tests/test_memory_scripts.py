@@ -66,6 +66,13 @@ def test_checkpoints_of_a_model_and_nested_ones(tmp_path, run_script):
     assert {path.name for path in tmp_path.glob("*.png")} == {"checkpointing.png", "nested.png"}
 
 
+def test_layers_that_cannot_be_are_refused_before_the_model_is_measured(tmp_path, run_script):
+    status, shown, errors = run_script("checkpointing", *QUICK, "--layers", -3, "--out", tmp_path)
+    assert status == 2
+    assert "error: --layers -3: must be" in errors
+    assert shown == ""
+
+
 def test_a_segment_longer_than_the_model_is_refused(tmp_path, run_script):
     status, _, errors = run_script("checkpointing", *QUICK, "--checkpoint-every", 3, "--out", tmp_path)
     assert status == 2

@@ -405,6 +405,14 @@ def test_a_bad_benchmark_beside_a_report_is_named(
     assert told in line
 
 
+def test_a_benchmark_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report = _made_report(named_cell("small", 128, **CELL)).write(tmp_path / "report.sqlite")
+    with pytest.raises(SystemExit) as stopped:
+        _analyze(report, out=tmp_path / "out", benchmark=tmp_path / "none.json")
+    assert stopped.value.code == 2
+    assert f"error: --benchmark {tmp_path / 'none.json'}: must be a file" in capsys.readouterr().err
+
+
 def test_a_failed_row_without_its_cell_is_named(tmp_path: Path) -> None:
     _benchmark_rows(tmp_path, {"status": "oom", "reason": "CUDA out of memory"})
     with pytest.raises(ValueError, match=r"benchmark\.json: is no file of scripts/benchmark\.py \(a row has no 'size'"):

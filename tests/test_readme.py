@@ -35,6 +35,18 @@ def test_an_unknown_block_is_named():
         fill_blocks("<!-- begin nothing -->\n<!-- end nothing -->", ROOT / "results")
 
 
+def test_what_cannot_be_is_refused_and_the_readme_stays(tmp_path, run_script):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    for flag, path in (("results", tmp_path / "nowhere"), ("results", readme), ("readme", tmp_path)):
+        options = {"readme": readme, "results": ROOT / "results", flag: path}
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        status, _, errors = run_script("update_readme", *words)
+        assert (status, errors.count("\n")) == (2, 1)
+        assert errors.startswith(f"error: --{flag} {path}: must be a f")
+    assert readme.read_text() == README
+
+
 def test_linked_files_and_scripts_exist():
     targets = re.findall(r"\]\(([^)#]+)\)|python (scripts/\w+\.py)", README)
     files = {link or script for link, script in targets if not (link or script).startswith("http")}

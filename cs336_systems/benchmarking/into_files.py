@@ -70,9 +70,10 @@ def _explaining(error_type: type[OSError], results: ResultsFile) -> Generator[No
     try:
         yield
     except error_type as error:
-        rows = f"the {len(results.rows)} rows before" if results.rows else "no row"
+        n = len(results.rows)
+        remain = "no row was there yet" if n == 0 else f"the {n} row{'s' * (n > 1)} before remain{'s' * (n == 1)}"
         tell(
-            f"error: cannot write under {results.directory}: {error.strerror}; {rows} remain in {results.path.name}. "
+            f"error: cannot write under {results.directory}: {error.strerror}; {remain} in {results.path.name}. "
             "Make room, and --resume goes on from there."
         )
         raise SystemExit(1) from None

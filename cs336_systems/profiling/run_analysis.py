@@ -62,7 +62,7 @@ def run_analysis(
         if compare:
             _compare(command, files, out, nsys)
             return []
-        baseline = _rows(benchmark) if benchmark else []
+        baseline = _rows_of(benchmark) if benchmark else []
         for folder in folders:
             baseline += _rows(folder / UNPROFILED / "benchmark.json")
         analyses, unreadable = {}, []
@@ -167,7 +167,13 @@ def cell_name(cell: BenchmarkCell) -> str:
 
 def benchmark_row(path: Path | None, cell: BenchmarkCell) -> dict[str, Any] | None:
     """The row of a cell in a file of scripts/benchmark.py; None where it has none, ValueError if it is no such file."""
-    return _same_cell(_rows(path), asdict(cell)) if path else None
+    return _same_cell(_rows_of(path), asdict(cell)) if path else None
+
+
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that somebody named."""
+    check(path.is_file(), "benchmark", str(path), "must be a file that scripts/benchmark.py wrote")
+    return _rows(path)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
