@@ -8,10 +8,10 @@ the one before, so a consumer waits for its own and the other's keep the tensor 
 
 dS goes from the registers of S into wgmma's left operand, so that nothing but K, V, Q and dO passes through shared
 memory. (Queueing the next S behind dQ would shorten the waits, but ptxas then takes the asynchronous products apart:
-it sees the registers of dS in use across the loop's edge. Nor does it help to keep the exponentials before the wait for dP
-with a branch, as the forward pass does: the other consumer's products cover them, and the whole backward pass took 2.7%
-longer, 2.97 ms against 2.90 in alternation, at 8 heads of 128 and length 16,384.) dK and dV stay with `flash_backward_kernel`: this scheme for
-them measured no faster than Triton's own pipelining of their four products.
+it sees the registers of dS in use across the loop's edge. Nor does it help to keep the exponentials before the wait for
+dP with a branch, as the forward pass does: the other consumer's products cover them, and the whole backward pass took
+2.7% longer, 2.97 ms against 2.90 in alternation, at 8 heads of 128 and length 16,384.) dK and dV stay with
+`flash_backward_kernel`: this scheme for them measured no faster than Triton's own pipelining of their four products.
 """
 
 from triton.experimental import gluon

@@ -51,9 +51,12 @@ def _has_known_triton() -> bool:
 HAS_KNOWN_TRITON = _has_known_triton()
 
 
-@torch.compiler.assume_constant_result
 def _is_hopper(device: torch.device) -> bool:
     return HAS_KNOWN_TRITON and _capability(device) == (9, 0)
+
+
+# All that `torch.compiler.assume_constant_result` does, which imports torch._dynamo to do it: seconds of every start.
+_is_hopper._dynamo_marked_constant = True  # ty: ignore[unresolved-attribute]
 
 
 @functools.cache
