@@ -56,7 +56,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 # All that `torch.compiler.assume_constant_result` does, which imports torch._dynamo to do it: seconds of every start.
-_is_hopper._dynamo_marked_constant = True  # ty: ignore[unresolved-attribute]
+_is_hopper._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 
 
 @functools.cache
