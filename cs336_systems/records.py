@@ -76,7 +76,7 @@ class ResultsFile(Generic[Row]):
         self.rows: list[Row] = []
         self._run_of_row: list[int] = []
         check_writable(self.directory)
-        _lock_folder(self.directory)
+        lock_folder(self.directory)
         for unfinished in self.directory.glob(f".{name}.*-*"):  # of a run that was killed as it wrote
             unfinished.unlink()
         if self.path.exists():
@@ -246,7 +246,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 _locked_folders: set[Path] = set()
 
 
-def _lock_folder(directory: Path) -> None:
+def lock_folder(directory: Path) -> None:
     """Keeps other processes' runs out of a folder until this process ends; two would overwrite each other's rows.
 
     Raises ValueError while another process has it. Without file locks (Windows, some network disks) it does nothing.

@@ -1,12 +1,16 @@
 """scripts/train.py as a person runs it: what it leaves, SIGKILL and resume, Ctrl-C, and what it refuses."""
 
 import dataclasses
+import errno
+import fcntl
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from cs336_systems.training import loop
+from cs336_systems.records import NotWritten
+from cs336_systems.training import checkpoints, loop
 from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments
 from cs336_systems.training.metrics import METRICS, PLOT, read_metrics
@@ -45,6 +49,48 @@ def test_a_run_leaves_metrics_a_picture_and_checkpoints(tmp_path, capsys):
     assert run["config"]["learning_rate"] == config.learning_rate
     assert [line["step"] for line in lines(config, "train")] == list(range(1, 9))
     assert [line["step"] for line in lines(config, "validation")] == [4, 8]
+
+
+def test_a_full_disk_is_told_with_the_checkpoint_to_go_on_from(tmp_path, monkeypatch, capsys):
+    """As torch.save tells it: its own writer fails in turn, and hides why."""
+    config = make_config(tmp_path)
+    save = checkpoints.torch.save
+
+    def full_at_the_second(state, file):
+        if not list_checkpoints(config.out):
+            return save(state, file)
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 45440 vs 45328")
+
+    def full(path, content):
+        raise NotWritten(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoints.torch, "save", full_at_the_second)
+    monkeypatch.setattr("cs336_systems.figures.write_atomically", full)
+    with pytest.raises(SystemExit) as stopped:
+        run_training("python scripts/train.py", config)
+    assert stopped.value.code == 1
+    told = capsys.readouterr().err
+    assert f"error: cannot write under {config.out}: No space left on device. Make room; --resume goes on" in told
+    assert "from checkpoint-00000003.pt." in told
+    assert "Traceback" not in told
+    monkeypatch.undo()
+    assert run_training("python scripts/train.py --resume", dataclasses.replace(config, resume=True)).step == 8
+
+
+def test_a_folder_in_which_another_run_is_writing_is_refused(tmp_path, capsys):
+    config = make_config(tmp_path)
+    config.out.mkdir()
+    descriptor = os.open(config.out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # stands for another process's
+    with pytest.raises(SystemExit) as stopped:
+        run_training("python scripts/train.py", config)
+    os.close(descriptor)
+    assert stopped.value.code == 2
+    assert "another run is writing there" in capsys.readouterr().err
+    assert list(config.out.iterdir()) == []
 
 
 def test_a_run_killed_anywhere_resumes_bit_for_bit(tmp_path):

@@ -62,7 +62,7 @@ def save_checkpoint(
     descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}-")
     try:
         with os.fdopen(descriptor, "w+b") as file:
-            torch.save(state, file)
+            _save(state, file)
             file.flush()
             os.fsync(file.fileno())
             file.seek(0)
@@ -80,6 +80,17 @@ def save_checkpoint(
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink()
     return path
+
+
+def _save(state: dict[str, Any], file: Any) -> None:
+    """`torch.save`, which hides what a file that cannot be written to says behind a RuntimeError of its own."""
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        hidden = error.__context__
+        while hidden is not None and not isinstance(hidden, OSError):
+            hidden = hidden.__context__
+        raise hidden or error from None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

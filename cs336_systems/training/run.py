@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 import torch
 
 from cs336_systems.attention.model_attention import why_not
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check
-from cs336_systems.distributed.process_group import GroupOptions, launched_world_size, run_ranks
+from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
+from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
-from cs336_systems.records import check_writable
+from cs336_systems.records import check_writable, lock_folder
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
 from cs336_systems.training.data import TokenFile, prepare_tokens
@@ -19,6 +21,8 @@ from cs336_systems.training.loop import Summary, plain_config, train_rank
 from cs336_systems.training.metrics import METRICS, PLOT, plot_metrics, read_metrics
 from cs336_systems.training.parallel import check_importable
 from cs336_systems.workload import why_kernels_not
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def run_training(command: str, config: TrainConfig) -> Summary:
@@ -28,6 +32,9 @@ def run_training(command: str, config: TrainConfig) -> Summary:
     that was interrupted with 130, both after the files are on disk. Of a launched job only rank 0 returns.
     """
     with refusing_bad_input():
+        if launched_rank() in (None, 0):
+            check_writable(config.out)
+            lock_folder(config.out)
         device, world_size, tokens = check_run(config)
     arguments = (config, tokens, device, collect_provenance(command, device))
     try:
@@ -37,18 +44,38 @@ def run_training(command: str, config: TrainConfig) -> Summary:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
             summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
     except KeyboardInterrupt:
-        saved = list_checkpoints(config.out)
-        where = f"from {saved[-1].name}" if saved else "from the beginning: there is no checkpoint yet"
-        print(f"\nInterrupted; --resume goes on {where}.", file=sys.stderr)
+        print(f"\nInterrupted; --resume goes on {_newest(config)}.", file=sys.stderr)
         raise SystemExit(130) from None
+    except (OSError, RankFailedError) as error:
+        full = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(full, OSError) or full.errno not in _CANNOT_WRITE:
+            raise
+        tell(
+            f"\nerror: cannot write under {config.out}: {full.strerror}. Make room; --resume goes on {_newest(config)}."
+        )
+        raise SystemExit(1) from None
     finally:
-        if (config.out / METRICS).exists() and launched_world_size() is None:
-            plot_metrics(config.out / METRICS, config.out / PLOT)
+        if launched_world_size() is None:
+            _plot(config)
     if summaries is None:
         raise SystemExit(0)
     if launched_world_size() is not None:
-        plot_metrics(config.out / METRICS, config.out / PLOT)
+        _plot(config)
     return _conclude(summaries[0], config)
+
+
+def _newest(config: TrainConfig) -> str:
+    """Where a run can go on, e.g. "from checkpoint-00000100.pt"."""
+    whole = [path for path in list_checkpoints(config.out) if path.with_suffix(".json").exists()]
+    return f"from {whole[-1].name}" if whole else "from the beginning: there is no checkpoint yet"
+
+
+def _plot(config: TrainConfig) -> None:
+    try:
+        if (config.out / METRICS).exists():
+            plot_metrics(config.out / METRICS, config.out / PLOT)
+    except OSError as error:  # a run that has ended well, or whose end has been told, is not spoilt by its picture
+        tell(f"cannot write {config.out / PLOT}: {error.strerror}")
 
 
 def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
