@@ -101,7 +101,7 @@ class TrainArguments:
     validation_batches: int = 8
     """Batches of --batch-size."""
     checkpoint_every: int = 100
-    """Steps; one is written at the end too, and on Ctrl-C."""
+    """Steps; one is written at the end too, and on Ctrl-C where one process trains."""
     keep_checkpoints: int = 2
     """The newest ones are kept; with two, one that is damaged has another before it."""
     out: Path = Path("out/train")
