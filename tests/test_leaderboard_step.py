@@ -17,6 +17,7 @@ from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell, LeaderboardRow, cell_label
 from cs336_systems.benchmarking.leaderboard_step import LOSS_CHUNK_TOKENS, ChunkedLossLM, LeaderboardStep
 from cs336_systems.benchmarking.sweep import make_row
+from cs336_systems.checkpointing import CheckpointedSegment
 from cs336_systems.configs import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.records import read_results
@@ -82,6 +83,8 @@ def whole_gradients(step):
 def compare_with_the_plain_model(context, implementation):
     cell = cell_of(implementation)
     step = LeaderboardStep(context, cell)
+    checkpointed = [module for module in step.model.modules() if isinstance(module, CheckpointedSegment)]
+    assert [segment.keeps_attention for segment in checkpointed] == [implementation == "fused"]  # one block of two
     torch.manual_seed(cell.seed)
     plain = build_model(cell.model_config(), "cpu")
     parameters = list(plain.parameters())
