@@ -74,6 +74,7 @@ def _run(argv: list[str], environment: dict[str, str], stdout: Path, stderr: Pat
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server's processes have it blocked
     encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
     for number, path in ((1, stdout), (2, stderr)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

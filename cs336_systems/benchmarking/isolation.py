@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from cs336_systems.records import Unsupported
+from cs336_systems.signals import leave_interrupts_to_parent, signals_waiting
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
 _PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
@@ -66,7 +66,7 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
         target=_child, args=(sender, lifeline_end, dict(environment or {}), function, args), daemon=True
     )
     try:
-        with _signals_waiting():
+        with signals_waiting():
             child.start()
         sender.close()
         lifeline_end.close()
@@ -85,26 +85,6 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
     if status == "error":
         raise RuntimeError(f"{getattr(function, '__qualname__', function)} failed in its own process:\n{payload}")
     return Outcome("ok", value=payload) if status == "ok" else Outcome(status, reason=payload)
-
-
-@contextmanager
-def _signals_waiting() -> Generator[None]:
-    """SIGINT and SIGTERM are answered at the end: in the middle of a fork request they would end the fork server, which
-    dies of a request cut short, and with it everything that was forked from it is lost to its parents."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        if received:
-            signal.raise_signal(received[0])
 
 
 def _process_context() -> Any:
@@ -131,7 +111,7 @@ def _explain_exit(exit_code: int | None) -> Outcome:
 def _child(
     sender: Connection, lifeline: Connection, environment: dict[str, str], function: Callable[..., Any], args: tuple
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    leave_interrupts_to_parent()
     os.environ.update(environment)
     try:
         threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import pickle
 import socket
 import sys
 import traceback
@@ -16,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,9 @@ Result = TypeVar("Result")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DEFAULT_TIMEOUT_S = 600.0
+LONGEST_TIMEOUT_S = 1e6  # c10d counts milliseconds in 32 bits
 _groups_so_far = itertools.count()
+_words_so_far = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class GroupOptions:
     def __post_init__(self) -> None:
         if self.device_type not in BACKENDS:
             raise ValueError(f"device_type={self.device_type!r}: must be one of {', '.join(BACKENDS)}")
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s={self.timeout_s}: must be more than 0")
+        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:  # nor is "not a number" in between
+            raise ValueError(f"timeout_s={self.timeout_s}: must be more than 0 and at most {LONGEST_TIMEOUT_S:.0f}")
         if self.max_ctas is not None and (self.device_type != "cuda" or not 1 <= self.max_ctas <= 64):
             raise ValueError(f"max_ctas={self.max_ctas}: must be between 1 and 64, with device_type 'cuda'")
 
@@ -87,6 +90,21 @@ class RankContext:
 def default_device_type() -> str:
     """ "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def from_rank_0(value: Result | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Result:
+    """Rank 0's `value` on every rank of a launched job, whatever the others give; without one, `value` itself.
+
+    It takes no process group. The value is pickled; others wait for it for `timeout_s` seconds at most.
+    """
+    if launcher() is None:
+        return cast(Result, value)
+    placement = _placement_from_environment()
+    key = f"word {next(_words_so_far)}"
+    store, _ = _launched_store(placement, timeout_s)
+    if placement.rank == 0:
+        store.set(key, pickle.dumps(value).hex())
+    return pickle.loads(bytes.fromhex(store.get(key).decode()))
 
 
 def check_gpus(device_type: str, local_world_size: int) -> None:
@@ -215,7 +233,8 @@ def spawn_ranks(
     # This process holds the store for as long as the ranks live, on a port that the system picked: nothing is guessed,
     # so no two runs on a machine can collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return spawn_processes(_spawned_rank, (store.port, world_size, options, function, args), world_size)
+    arguments = (store.port, world_size, options, function, args)
+    return spawn_processes(_spawned_rank, arguments, world_size, waits_s=options.timeout_s)
 
 
 def _spawned_rank(rank: int, port: int, world_size: int, options: GroupOptions, function: Callable, args: tuple) -> Any:

@@ -10,19 +10,24 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from cs336_systems.signals import leave_interrupts_to_parent, signals_waiting
 
 # After the first failure, the time in which other ranks may report theirs: a rank whose peer was killed often raises
 # "connection closed" before the death of that peer is seen, and the error should name the cause.
 _GRACE_S = 1.0
 _TERMINATE_S = 5.0
+_WAITED_TOO_LONG = re.compile("time(d )?.?out", re.IGNORECASE)  # in the words of gloo, NCCL and the store
 
 
 class RankFailedError(RuntimeError):
@@ -76,7 +81,8 @@ def start_fork_server(*modules: str) -> None:
 
         os.environ[_IN_SERVER] = "1"  # the server inherits it
         try:
-            forkserver.ensure_running()
+            with signals_waiting():
+                forkserver.ensure_running()
         finally:
             del os.environ[_IN_SERVER]
 
@@ -91,8 +97,13 @@ def start_context() -> Any:
     return context
 
 
-def spawn_processes(function: Callable[..., Any], args: tuple, n_processes: int) -> list[Any]:
+def spawn_processes(
+    function: Callable[..., Any], args: tuple, n_processes: int, waits_s: float | None = None
+) -> list[Any]:
     """Run `function(index, *args)` in `n_processes` processes; return their results in the order of the indices.
+
+    `waits_s` is how long a process waits for another, in seconds, if it has a limit: an error that comes of that says
+    so, and which processes kept it waiting.
 
     Raises:
         RankFailedError: a process raised, or ended without a result. The others are ended first, within seconds.
@@ -103,19 +114,25 @@ def spawn_processes(function: Callable[..., Any], args: tuple, n_processes: int)
     ranks: list[_Rank] = []
     try:
         for index in range(n_processes):
-            receiver, sender = context.Pipe(duplex=False)
-            # The fork server's environment dates from its start; the ranks shall see this process's of now.
-            process = context.Process(target=_child, args=(sender, dict(os.environ), index, call), name=f"rank {index}")
-            process.start()
-            sender.close()
-            ranks.append(_Rank(process, receiver))
+            with signals_waiting():  # or one between the fork and the list would leave a rank that nobody ends
+                ranks.append(_start(context, index, call))
+        start_s = time.time()
         _wait_for(ranks, until_s=None)
         if any(rank.failed() for rank in ranks):
             _wait_for(ranks, until_s=time.time() + _GRACE_S)
-            raise _failure(ranks)
+            raise _failure(ranks, waits_s if waits_s is not None and time.time() - start_s >= waits_s else None)
         return [rank.report.value for rank in ranks if rank.report is not None]
     finally:
         _end(ranks)
+
+
+def _start(context: Any, index: int, call: bytes) -> _Rank:
+    receiver, sender = context.Pipe(duplex=False)
+    # The fork server's environment dates from its start; the ranks shall see this process's of now.
+    process = context.Process(target=_child, args=(sender, dict(os.environ), index, call), name=f"rank {index}")
+    process.start()
+    sender.close()
+    return _Rank(process, receiver)
 
 
 def _wait_for(ranks: list[_Rank], until_s: float | None) -> None:
@@ -146,7 +163,9 @@ def _advance(rank: _Rank, ended: bool) -> None:
         rank.end_s = rank.report.time_s
 
 
-def _failure(ranks: list[_Rank]) -> RankFailedError:
+def _failure(ranks: list[_Rank], waits_s: float | None) -> RankFailedError:
+    """The error that names the cause. `waits_s`: a rank's limit for its wait for another, if it may have passed."""
+
     def order(index: int) -> tuple[int, float]:
         rank = ranks[index]
         # The peers of a rank that is gone raise, or NCCL's watchdog aborts them, perhaps before its end is seen here.
@@ -158,6 +177,10 @@ def _failure(ranks: list[_Rank]) -> RankFailedError:
     failed = sorted((index for index, rank in enumerate(ranks) if rank.failed()), key=order)
     cause = ranks[failed[0]]
     message = f"rank {failed[0]} of {len(ranks)} {_describe(cause)}"
+    silent = [index for index, rank in enumerate(ranks) if rank.end_s is None and rank.report is None]
+    if silent and waits_s is not None and _gave_up(cause):  # not to blame, but who let it wait
+        what = f"{_named(silent)} alive and did not report within timeout_s={waits_s:g}"
+        message = f"{what}, stopped or too slow, for which others waited: {message}"
     if cause.report is not None:
         message += f"\n\n{cause.report.error_traceback.rstrip()}"
     for index in failed[1:]:
@@ -166,6 +189,18 @@ def _failure(ranks: list[_Rank]) -> RankFailedError:
     error = RankFailedError(message, failed[0], text, 1 if cause.report is not None else cause.process.exitcode)
     error.__cause__ = cause.report.error if cause.report is not None else None
     return error
+
+
+def _gave_up(rank: _Rank) -> bool:
+    """Whether it ended because another let it wait too long; NCCL's watchdog then aborts it."""
+    if rank.report is None:
+        return rank.process.exitcode == -signal.SIGABRT
+    return _WAITED_TOO_LONG.search(rank.report.error_name) is not None
+
+
+def _named(indices: list[int]) -> str:
+    """For example "rank 1 is", "ranks 1, 3 are"."""
+    return f"rank {indices[0]} is" if len(indices) == 1 else f"ranks {', '.join(map(str, indices))} are"
 
 
 def _describe(rank: _Rank) -> str:
@@ -181,6 +216,9 @@ def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         if rank.process.is_alive() and (rank.report is None or rank.report.error_name):
             rank.process.terminate()
+            if hasattr(signal, "SIGCONT"):
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, signal.SIGCONT)  # one that is stopped answers nothing before it goes on
     deadline_s = time.time() + _TERMINATE_S
     for rank in ranks:
         rank.process.join(max(0.0, deadline_s - time.time()))
@@ -192,6 +230,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _child(sender: Connection, environment: dict[str, str], index: int, call: bytes) -> None:
+    leave_interrupts_to_parent()
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.enable()

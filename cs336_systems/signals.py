@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM while processes are started: answered after it, by this process and not by those it starts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+
+
+@contextmanager
+def signals_waiting() -> Generator[None]:
+    """SIGINT and SIGTERM are answered at the end: in the middle of a fork request they would end the fork server, which
+    dies of a request cut short, and with it everything that was forked from it is lost to its parents.
+
+    A process that is started inside, the fork server too, has SIGINT blocked until `leave_interrupts_to_parent`: a
+    terminal sends Ctrl-C to all of them, in whatever state they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, frame: received.append(number))
+    mask = None
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # multiprocessing would start it before the fork server, and unblock SIGINT
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited is received here
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if received:
+            signal.raise_signal(received[0])
+
+
+def leave_interrupts_to_parent() -> None:
+    """In a process just started: Ctrl-C is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
