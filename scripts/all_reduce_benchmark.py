@@ -31,6 +31,10 @@ class Arguments:
     """NCCL's largest number of CTAs, each of which takes a multiprocessor from other kernels."""
     high_priority: bool = False
     """Have the GPU schedule NCCL's blocks before other kernels'."""
+    timeout_s: float = 600.0
+    """The limit of one collective, in seconds: ranks that wait longer for another end the run, and name it."""
+    resume: bool = False
+    """Keep the rows under --out and skip their cells."""
     out: Path = Path("out/all_reduce")
     """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and the plot."""
 

@@ -192,21 +192,16 @@ def _all_reduce_benchmark(environment: dict[str, str], output: Path, out: Path) 
     _write_to(output)
     from cs336_systems.benchmarking.run_all_reduce import run_all_reduce_benchmark
 
-    rows = run_all_reduce_benchmark(
-        "torchrun scripts/all_reduce_benchmark.py",
-        processes=(),
-        sizes_mb=(0.01, 0.1),
-        warmup=1,
-        repeats=2,
-        device="cpu",
-        max_ctas=None,
-        high_priority=False,
-        out=out,
-    )
-    print(len(rows), flush=True)
+    options: dict[str, Any] = {"warmup": 1, "repeats": 2, "max_ctas": None, "high_priority": False}
+    command = "torchrun scripts/all_reduce_benchmark.py"
+    for resume, sizes_mb in enumerate(((0.01, 0.1), (0.01, 0.2, 0.1))):
+        rows = run_all_reduce_benchmark(
+            command, processes=(), sizes_mb=sizes_mb, device="cpu", out=out, resume=bool(resume), **options
+        )
+    print([row.size_mb for row in rows], flush=True)
 
 
-def test_a_benchmark_under_a_launcher_writes_on_rank_0(tmp_path: Path) -> None:
+def test_a_benchmark_under_a_launcher_writes_on_rank_0_and_resumes_on_all(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     outputs = [tmp_path / f"output-{rank}" for rank in range(2)]
     folders = [tmp_path / f"rank-{rank}" for rank in range(2)]
@@ -218,8 +213,8 @@ def test_a_benchmark_under_a_launcher_writes_on_rank_0(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert _run_to_end(processes) == [0, 0], [output.read_text() for output in outputs]
-    assert "2" in outputs[0].read_text().splitlines()
-    assert outputs[1].read_text() == "0\n"
+    assert "[0.01, 0.1, 0.2]" in outputs[0].read_text().splitlines()
+    assert outputs[1].read_text() == "[]\n"
     assert (folders[0] / "all_reduce.json").exists()
     assert not (folders[1] / "all_reduce.json").exists()
 

@@ -17,6 +17,7 @@ COLUMNS = {
     "world_size": "ranks",
     "implementation": "implementation",
     "bucket_size_mb": "MB",
+    "comm_dtype": "sent in",
     "max_ctas": "CTAs at most",
     "high_priority": "high priority",
     "status": "status",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cs336_systems.configs import Attention, Optimizer
+from cs336_systems.configs import Attention, Optimizer, check
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,18 @@ class RankArguments:
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     profile: bool = True
     """Profile one step of each, for the timeline and the communication that nothing covers."""
+    timeout_s: float = 600.0
+    """The limit of one collective, in seconds: ranks that wait longer for another end the run, and name it."""
+    resume: bool = False
+    """Keep the rows under --out and skip their cells."""
+
+
+LARGEST_MB = 1e9  # a petabyte: torch counts bytes in 63 bits
+
+
+def check_mb(name: str, value: float, least: float, in_words: str) -> None:
+    """Raises ValueError for a size in MB that no buffer has: infinite, not a number, or less than `least`."""
+    check(least <= value <= LARGEST_MB, name, value, f"must be {in_words} and at most {LARGEST_MB:g}")
 
 
 def nccl_label(setting: Mapping[str, Any]) -> str:

@@ -13,11 +13,13 @@ from typing import Any
 
 from cs336_systems.benchmarking.into_files import resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
-from cs336_systems.benchmarking.sweep import make_row, progress
+from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
 from cs336_systems.configs import MODEL_SIZES, check
 from cs336_systems.distributed.process_group import (
+    DEFAULT_TIMEOUT_S,
     GroupOptions,
     RankContext,
+    from_rank_0,
     launched_rank,
     launched_world_size,
     launcher,
@@ -25,7 +27,7 @@ from cs336_systems.distributed.process_group import (
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.provenance import collect_provenance
-from cs336_systems.records import ResultsFile
+from cs336_systems.records import ResultsFile, check_writable
 
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 
@@ -36,8 +38,9 @@ def run_rank_sweep(
     results: ResultsFile | None,
     label: Callable[[Any], str] = str,
     complete: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda cell, measured: measured,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Add to `results` one row a cell, in order.
+    """Add to `results` one row a cell, in order, skipping cells whose row is there already.
 
     Args:
         cells: frozen dataclasses with `device` ("cpu" or "cuda"), `world_size`, `max_ctas` and
@@ -47,24 +50,27 @@ def run_rank_sweep(
         label: what the progress bar calls a cell.
         complete: called as `complete(cell, measured)` in this process; returns the row's results, e.g. with those that
             need earlier rows.
+        timeout_s: the limit of one collective, in seconds.
 
     Raises:
         RankFailedError: a spawned rank failed otherwise than by memory; the rows so far are on disk. In a launched job
             a rank that runs out of memory ends the job too.
+        OSError: a row could not be written; the rows before it are on disk.
     """
-    with progress(len(cells), disable=results is None) as bar:
-        for cell in cells:
+    to_measure = from_rank_0(unmeasured(cells, results) if results is not None else None, timeout_s)
+    with progress(len(cells), len(cells) - len(to_measure), disable=results is None) as bar:
+        for cell in to_measure:
             bar.set_description(label(cell))
-            outcome = _measure_on_ranks(measure, cell)
+            outcome = _measure_on_ranks(measure, cell, timeout_s)
             if results is not None:
                 values = complete(cell, outcome.value) if outcome.status == "ok" else {}
                 results.append(make_row(results.row_type, cell, outcome, values))
             bar.update()
 
 
-def _measure_on_ranks(measure: Callable[[RankContext, Any], dict[str, Any]], cell: Any) -> Outcome:
+def _measure_on_ranks(measure: Callable[[RankContext, Any], dict[str, Any]], cell: Any, timeout_s: float) -> Outcome:
     """Rank 0's results (None on the other ranks of a launched job), or what became of a rank."""
-    options = GroupOptions(cell.device, max_ctas=cell.max_ctas, high_priority=cell.high_priority)
+    options = GroupOptions(cell.device, timeout_s, max_ctas=cell.max_ctas, high_priority=cell.high_priority)
     return outcome_of_ranks(lambda: run_ranks(measure, cell, world_size=cell.world_size, options=options))
 
 
@@ -154,16 +160,20 @@ def batch_sizes(world_sizes: Sequence[int], batch_size: int, total_batch_size: i
     return {world_size: total_batch_size // world_size for world_size in world_sizes}
 
 
-def open_results(out: Path, name: str, row_type: type, command: str, device: str) -> ResultsFile | None:
+def open_results(
+    out: Path, name: str, row_type: type, command: str, device: str, resume: bool = False
+) -> ResultsFile | None:
     """The file for the rows; None on the ranks other than 0 of a launched job.
 
     Raises:
-        ValueError: `out` cannot be written to.
+        ValueError: `out` cannot be written to, or has rows to go on from that do not fit.
     """
-    if launched_rank() is None:  # this process must leave the cards to the ranks
-        _, provenance = resolve_device(device, command)
-        return ResultsFile(out, name, row_type, provenance)
-    return ResultsFile(out, name, row_type, collect_provenance(command, device)) if launched_rank() == 0 else None
+    if launched_rank() not in (None, 0):
+        return None
+    check_writable(out)
+    # A process that starts ranks must leave the cards to them: it asks another one.
+    provenance = resolve_device(device, command)[1] if launched_rank() is None else collect_provenance(command, device)
+    return ResultsFile(out, name, row_type, provenance, resume=resume)
 
 
 def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from cs336_systems.benchmarking.all_reduce import (
@@ -17,6 +16,12 @@ from cs336_systems.benchmarking.all_reduce import (
     measure_all_reduce,
     plot_all_reduce,
 )
+from cs336_systems.benchmarking.rank_files import (
+    check_same_workload,
+    check_timeout,
+    ranks_into_files,
+    why_not_measured,
+)
 from cs336_systems.benchmarking.rank_sweep import (
     open_results,
     resolve_ranks_device,
@@ -25,7 +30,8 @@ from cs336_systems.benchmarking.rank_sweep import (
 )
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
-from cs336_systems.distributed.process_group import GroupOptions
+from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, GroupOptions
+from cs336_systems.records import ResultsFile
 
 
 def run_all_reduce_benchmark(
@@ -39,12 +45,16 @@ def run_all_reduce_benchmark(
     max_ctas: int | None,
     high_priority: bool,
     out: Path,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
 ) -> list[AllReduceRow]:
     """Measures all numbers of processes and sizes and leaves the files under `out` (scripts/all_reduce_benchmark.py).
 
-    Bad input ends the program with status 2 before anything runs.
+    Bad input ends the program with status 2 before anything runs; whatever else ends it, the tables of the rows so far
+    are written.
     """
     with refusing_bad_input():
+        check_timeout(timeout_s)
         check(sizes_mb != (), "sizes_mb", "", "needs at least one value")
         device = resolve_ranks_device(device)
         GroupOptions(device, max_ctas=max_ctas)
@@ -57,19 +67,33 @@ def run_all_reduce_benchmark(
             max_ctas=max_ctas,
             high_priority=high_priority,
         )
-        results = open_results(out, "all_reduce", AllReduceRow, command, device)
-    run_rank_sweep(cells, measure_all_reduce, results, all_reduce_label)
-    if results is None:  # a launched rank other than 0
-        return []
+        results, fits = open_all_reduce(out, command, device, resume)
+        check_same_workload(results, cells, varied=("world_size", "size_mb"))
+    ranks_into_files(
+        results,
+        lambda: run_rank_sweep(cells, measure_all_reduce, results, all_reduce_label, timeout_s=timeout_s),
+        lambda results: write_all_reduce_files(results, fits),
+    )
+    return results.rows if results is not None else []
+
+
+def open_all_reduce(
+    out: Path, command: str, device: str, resume: bool
+) -> tuple[ResultsFile[AllReduceRow] | None, ResultsFile[AllReduceFit] | None]:
+    """The files for the rows and for the lines through them; None on the ranks other than 0 of a launched job."""
+    rows = open_results(out, "all_reduce", AllReduceRow, command, device, resume)
+    fits = ResultsFile(out, "all_reduce_fit", AllReduceFit, rows.runs[-1], resume=resume) if rows is not None else None
+    return rows, fits
+
+
+def write_all_reduce_files(results: ResultsFile[AllReduceRow], fits: ResultsFile[AllReduceFit] | None) -> str:
+    """Fits the rows anew, writes tables and the plot, and returns what a person reads."""
     note = "Bandwidths from the median, of the slowest rank in each repeat. MB is 10**6 bytes, GB 10**9."
-    print(results.write_tables(ROW_COLUMNS, note))
-    fits = fit_rows(results.rows)
-    if fits:
-        fit_results = open_results(out, "all_reduce_fit", AllReduceFit, command, device)
-        assert fit_results is not None
-        for fit in fits:
-            fit_results.append(fit)
-        print(fit_results.write_tables(FIT_COLUMNS, "Fit of time = o + bytes / w to the medians, by relative errors."))
-    plot_all_reduce(results.rows, fits, out / "all_reduce.png")
-    print(f"Rows, tables and plot: {out}/all_reduce*.{{json,csv,md,tex,png}}", file=sys.stderr)
-    return results.rows
+    reasons = why_not_measured(results.rows, all_reduce_label)
+    tables = [results.write_tables(ROW_COLUMNS, f"{note}\n\n{reasons}" if reasons else note)]
+    found = fit_rows(results.rows)
+    if fits is not None and found:
+        fits.replace(found, lambda _: True)  # a resumed run's are of fewer rows
+        tables.append(fits.write_tables(FIT_COLUMNS, "Fit of time = o + bytes / w to the medians, by relative errors."))
+    plot_all_reduce(results.rows, found, results.directory / "all_reduce.png")
+    return "\n".join(tables)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,14 @@ from cs336_systems.benchmarking.data_parallel import (
     measure_data_parallel,
     scheme_label,
 )
+from cs336_systems.benchmarking.rank_files import (
+    VARIED,
+    ByLabel,
+    check_same_workload,
+    check_timeout,
+    ranks_into_files,
+    why_not_measured,
+)
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
     model_on_ranks,
@@ -35,9 +41,11 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
+from cs336_systems.benchmarking.run_all_reduce import open_all_reduce, write_all_reduce_files
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.records import write_atomically
+from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
+from cs336_systems.records import ResultsFile
 
 ALL_REDUCE_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0, 10.0)}
 _IN_TIMELINE = ("naive", "overlapped", "bucketed", "bucketed-in-place")
@@ -59,13 +67,17 @@ def run_data_parallel_benchmark(
     total_batch_size: int | None,
     max_ctas: tuple[int, ...],
     high_priority: tuple[str, ...],
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
     **parameters: Any,
 ) -> list[DataParallelRow]:
     """Measures every implementation and leaves the files under `out` (scripts/ddp_benchmark.py).
 
-    `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
+    `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs;
+    whatever else ends it, the tables of the rows so far are written.
     """
     with refusing_bad_input():
+        check_timeout(timeout_s)
         common = model_on_ranks(size, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)
@@ -79,35 +91,48 @@ def run_data_parallel_benchmark(
             bucket_size_mb=bucket_size_mb,
             nccl=nccl,
         )
-        results = open_results(out, "ddp", DataParallelRow, command, device)
-        all_reduces = open_results(out, "all_reduce", AllReduceRow, command, device)
+        results = open_results(out, "ddp", DataParallelRow, command, device, resume)
+        check_same_workload(results, cells, (*VARIED, "bucket_size_mb", "comm_dtype"))
+        all_reduces, fits = open_all_reduce(out, command, device, resume)
+        timelines = ByLabel(out / "ddp_timelines.json", resume)
     sizes_mb = ALL_REDUCE_SIZES_MB[device]
     alone = [
         cell
         for cap in dict.fromkeys(setting["max_ctas"] for setting in nccl)
         for cell in all_reduce_cells(device, ranks, sizes_mb, max_ctas=cap)
     ]
-    run_rank_sweep(alone, measure_all_reduce, all_reduces, all_reduce_label)
+    ranks_into_files(
+        all_reduces,
+        lambda: run_rank_sweep(alone, measure_all_reduce, all_reduces, all_reduce_label, timeout_s=timeout_s),
+        lambda all_reduces: write_all_reduce_files(all_reduces, fits),
+        must_measure=False,
+    )
     costs = _costs(all_reduces.rows) if all_reduces is not None else {}
-    timelines: dict[str, Any] = {}
 
     def complete(cell: DataParallelCell, measured: dict[str, Any]) -> dict[str, Any]:
         intervals = measured.pop("intervals")
         if intervals is not None and cell.implementation in _IN_TIMELINE:
-            timelines[cell_label(cell)] = intervals
+            timelines.add(cell_label(cell), intervals)
         return measured | report.derived(cell, measured, results.rows if results is not None else [], costs)
 
-    run_rank_sweep(cells, partial(measure_data_parallel, profile_step=profile_step), results, cell_label, complete)
-    if results is None:  # a launched rank other than 0
-        return []
-    print(results.write_tables(present(report.COLUMNS, results.rows), report.best_sizes(results.rows, costs)))
-    print(write_scaling(results.rows, out / "ddp_by_ranks", scheme_label))
-    report.plot_bucket_sizes(results.rows, out / "ddp_bucket_sizes.png")
-    if timelines:
-        write_atomically(out / "ddp_timelines.json", json.dumps(timelines))
-        report.plot_timeline(report.timelines_to_show(results.rows, timelines), out / "ddp_timeline.png")
-    print(f"Rows, tables and plots: {out}/ddp*", file=sys.stderr)
-    return results.rows
+    measure = partial(measure_data_parallel, profile_step=profile_step)
+    ranks_into_files(
+        results,
+        lambda: run_rank_sweep(cells, measure, results, cell_label, complete, timeout_s),
+        lambda results: _write_files(results, costs, timelines),
+    )
+    return results.rows if results is not None else []
+
+
+def _write_files(results: ResultsFile[DataParallelRow], costs: report.Costs, timelines: ByLabel) -> str:
+    rows, out = results.rows, results.directory
+    notes = (report.best_sizes(rows, costs), why_not_measured(rows, cell_label))
+    tables = [results.write_tables(present(report.COLUMNS, rows), "\n\n".join(note for note in notes if note))]
+    tables.append(write_scaling(rows, out / "ddp_by_ranks", scheme_label))
+    report.plot_bucket_sizes(rows, out / "ddp_bucket_sizes.png")
+    if shown := report.timelines_to_show(rows, timelines.entries):
+        report.plot_timeline(shown, out / "ddp_timeline.png")
+    return "\n".join(tables)
 
 
 def _costs(rows: list[AllReduceRow]) -> dict[tuple[int, int | None], LinearCost]:

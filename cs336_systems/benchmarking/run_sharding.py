@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,6 +11,13 @@ from typing import Any
 
 from cs336_systems.benchmarking.data_parallel_report import plot_timeline
 from cs336_systems.benchmarking.gather_picture import plot_gathers
+from cs336_systems.benchmarking.rank_files import (
+    ByLabel,
+    check_same_workload,
+    check_timeout,
+    ranks_into_files,
+    why_not_measured,
+)
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
     model_on_ranks,
@@ -32,7 +37,8 @@ from cs336_systems.benchmarking.sharding_cells import (
     scheme_label,
 )
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.records import write_atomically
+from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
+from cs336_systems.records import DetailRows, ResultsFile
 
 COLUMNS = {
     "precision": "precision",
@@ -87,6 +93,8 @@ def run_sharding_benchmark(
     max_ctas: tuple[int, ...],
     high_priority: tuple[str, ...],
     default_processes: tuple[int, ...] = (2,),
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
     **parameters: Any,
 ) -> list[ShardingRow]:
     """Measures every implementation and leaves the files `name`* under `out` (scripts/sharded_optimizer_benchmark.py,
@@ -94,9 +102,11 @@ def run_sharding_benchmark(
 
     "none", which does not communicate, is measured on the fewest ranks only.
 
-    `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs.
+    `profile_step(step, device)` profiles one step. Bad input ends the program with status 2 before anything runs;
+    whatever else ends it, the tables of the rows so far are written.
     """
     with refusing_bad_input():
+        check_timeout(timeout_s)
         common = model_on_ranks(size, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)
@@ -108,33 +118,35 @@ def run_sharding_benchmark(
             for kind, n, scheme, setting in product(precision, ranks, implementation, nccl)
             if scheme != "none" or (n == min(ranks) and setting == nccl[0])
         ]
-        results = open_results(out, name, ShardingRow, command, device)
-        memory = open_results(out, f"{name}_memory", ShardingMemoryRow, command, device)
-    timelines: dict[str, Any] = {}
-    gathers_of: dict[str, list[dict[str, Any]]] = {}
+        results = open_results(out, name, ShardingRow, command, device, resume)
+        check_same_workload(results, cells)
+        memory = None
+        if results is not None:
+            memory = DetailRows(results, f"{name}_memory", ShardingMemoryRow, "memory", resume)
+        timelines = ByLabel(out / f"{name}_timelines.json", resume)
+        gathers_of = ByLabel(out / f"{name}_gathers.json", resume)
 
     def complete(cell: ShardingCell, measured: dict[str, Any]) -> dict[str, Any]:
-        for held in measured.pop("memory"):
-            if memory is not None:
-                memory.append(ShardingMemoryRow(**asdict(cell), **held))
         intervals, gathers = measured.pop("intervals"), measured.pop("gathers", [])
         if intervals is not None:
-            timelines[cell_label(cell)] = intervals
+            timelines.add(cell_label(cell), intervals)
         if gathers:
-            gathers_of[cell_label(cell)] = gathers
-        return measured
+            gathers_of.add(cell_label(cell), gathers)
+        return memory.complete(cell, measured) if memory is not None else measured
 
-    run_rank_sweep(cells, partial(measure_sharding, profile_step=profile_step), results, cell_label, complete)
-    if results is None or memory is None:  # a launched rank other than 0
-        return []
-    print(results.write_tables(present(COLUMNS, results.rows)))
-    print(write_scaling(results.rows, out / f"{name}_by_ranks", scheme_label))
-    print(memory.write_tables(present(MEMORY_COLUMNS, memory.rows)))
-    if timelines:
-        write_atomically(out / f"{name}_timelines.json", json.dumps(timelines))
-        plot_timeline(timelines, out / f"{name}_timeline.png")
-    if gathers_of:
-        write_atomically(out / f"{name}_gathers.json", json.dumps(gathers_of))
-        plot_gathers(gathers_of, out / f"{name}_gathers.png")
-    print(f"Rows, tables and picture: {out}/{name}*", file=sys.stderr)
-    return results.rows
+    def write_files(results: ResultsFile[ShardingRow]) -> str:
+        tables = [results.write_tables(present(COLUMNS, results.rows), why_not_measured(results.rows, cell_label))]
+        tables.append(write_scaling(results.rows, out / f"{name}_by_ranks", scheme_label))
+        if memory is not None:
+            tables.append(memory.file.write_tables(present(MEMORY_COLUMNS, memory.file.rows)))
+        if timelines.entries:
+            plot_timeline(timelines.entries, out / f"{name}_timeline.png")
+        if gathers_of.entries:
+            plot_gathers(gathers_of.entries, out / f"{name}_gathers.png")
+        return "\n".join(tables)
+
+    measure = partial(measure_sharding, profile_step=profile_step)
+    ranks_into_files(
+        results, lambda: run_rank_sweep(cells, measure, results, cell_label, complete, timeout_s), write_files
+    )
+    return results.rows if results is not None else []
