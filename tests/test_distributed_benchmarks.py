@@ -87,7 +87,14 @@ def test_fits_are_made_for_each_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("device", "mps"), ("world_size", 0), ("size_mb", 0.0), ("warmup", -1), ("repeats", 0)]
+    ("field", "value"),
+    [
+        ("device", "mps"),
+        ("world_size", 0),
+        *(("size_mb", value) for value in (0.0, 1e30, float("inf"), float("nan"))),
+        ("warmup", -1),
+        ("repeats", 0),
+    ],
 )
 def test_all_reduce_cells_that_cannot_be_are_refused(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field}="):
@@ -216,8 +223,8 @@ def test_cells_multiply_bucket_sizes_only_where_there_are_buckets() -> None:
     assert [cell_label(cell) for cell in cells[:4]] == [
         "1 ranks, fp32, none",
         "1 ranks, fp32, flat",
-        "1 ranks, fp32, bucketed, 1 MB",
-        "1 ranks, fp32, bucketed, 10 MB",
+        "1 ranks, fp32, bucketed, sent in bf16, 1 MB",
+        "1 ranks, fp32, bucketed, sent in bf16, 10 MB",
     ]
     assert {cell.implementation for cell in cells if cell.comm_dtype == "bf16"} == {"bucketed"}
     assert {(cell.world_size, cell.batch_size) for cell in cells} == {(1, 4), (2, 2)}
@@ -260,7 +267,10 @@ def test_batch_sizes() -> None:
         ({"implementation": "magic"}, "implementation"),
         ({"implementation": "naive", "bucket_size_mb": 1.0}, "bucket_size_mb"),
         ({"implementation": "bucketed"}, "bucket_size_mb"),
-        ({"implementation": "bucketed", "bucket_size_mb": 0.0}, "bucket_size_mb"),
+        *(
+            ({"implementation": "bucketed", "bucket_size_mb": value}, "bucket_size_mb")
+            for value in (0.0, 1e30, float("inf"), float("nan"))
+        ),
         ({"implementation": "naive", "world_size": 0}, "world_size"),
         ({"implementation": "naive", "comm_dtype": "int8"}, "comm_dtype"),
         ({"implementation": "naive", "precision": "fp16"}, "precision"),

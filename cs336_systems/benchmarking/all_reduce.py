@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.accounting.communication import LinearCost, all_reduce_bus_bytes, fit_linear_cost
+from cs336_systems.benchmarking.rank_arguments import check_mb
 from cs336_systems.configs import check
 from cs336_systems.records import Statistics
 
@@ -38,8 +39,7 @@ class AllReduceCell:
     def __post_init__(self) -> None:
         check(self.device in ("cpu", "cuda"), "device", self.device, "must be cpu or cuda")
         check(self.world_size >= 1, "world_size", self.world_size, "must be at least 1")
-        smallest = ITEM_BYTES / BYTES_PER_MB
-        check(self.size_mb >= smallest, "size_mb", self.size_mb, f"must be at least one float32, {smallest:g}")
+        check_size("size_mb", self.size_mb)
         check(self.warmup >= 0, "warmup", self.warmup, "must be 0 or more")
         check(self.repeats >= 1, "repeats", self.repeats, "must be at least 1")
 
@@ -82,10 +82,22 @@ class AllReduceFit:
         return LinearCost(self.call_cost_us / 1e6, self.bandwidth_gb_per_s * 1e9)
 
 
+def check_size(name: str, size_mb: float) -> None:
+    """Raises ValueError, with this name, for a buffer that cannot be."""
+    smallest = ITEM_BYTES / BYTES_PER_MB
+    check_mb(name, size_mb, smallest, f"at least one float32, {smallest:g},")
+
+
 def all_reduce_cells(
     device: str, processes: Sequence[int], sizes_mb: Sequence[float], **parameters: Any
 ) -> list[AllReduceCell]:
-    """The product of numbers of ranks and sizes; keyword arguments are `AllReduceCell`'s other fields."""
+    """The product of numbers of ranks and sizes; keyword arguments are `AllReduceCell`'s other fields.
+
+    Raises:
+        ValueError: for the first that cannot be.
+    """
+    for mb in sizes_mb:
+        check_size("sizes_mb", mb)
     return [AllReduceCell(device, n, mb, **parameters) for n, mb in product(processes, sizes_mb)]
 
 
@@ -181,7 +193,10 @@ FIT_COLUMNS = {
 
 
 def plot_all_reduce(rows: Sequence[AllReduceRow], fits: Sequence[AllReduceFit], path: Path) -> None:
-    """Time over size with the fitted lines, and bus bandwidth over size; one colour a number of ranks."""
+    """Time over size with the fitted lines, and bus bandwidth over size; one colour a number of ranks. Where nothing
+    was measured there is no picture."""
+    if all(row.status != "ok" for row in rows):
+        return
     from cs336_systems.figures import COLOURS, new_figure, save_figure
 
     figure, axes = new_figure(columns=2)

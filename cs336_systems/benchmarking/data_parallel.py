@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
-from cs336_systems.benchmarking.rank_arguments import nccl_label
+from cs336_systems.benchmarking.rank_arguments import check_mb, nccl_label
 from cs336_systems.configs import BenchmarkCell, check
 from cs336_systems.intervals import StepIntervals, covered_share, total_length
 from cs336_systems.records import Statistics
@@ -61,7 +61,7 @@ class DataParallelCell(BenchmarkCell):
             f"must {'be' if has_buckets else 'not be'} given for {self.implementation}",
         )
         if self.bucket_size_mb is not None:
-            check(self.bucket_size_mb > 0, "bucket_size_mb", self.bucket_size_mb, "must be more than 0")
+            check_mb("bucket_size_mb", self.bucket_size_mb, 1e-6, "at least one byte, 1e-06,")
         check(self.comm_dtype in (None, "bf16", "fp16"), "comm_dtype", self.comm_dtype, "must be bf16 or fp16")
 
 
@@ -282,8 +282,9 @@ def data_parallel_cells(
 
 
 def variant_label(cell: DataParallelCell) -> str:
-    """The implementation with all but its bucket size, e.g. "bucketed, 4 CTAs"."""
-    return f"{cell.implementation}{nccl_label(asdict(cell))}"
+    """The implementation with all but its bucket size, e.g. "bucketed, sent in bf16, 4 CTAs"."""
+    sent = f", sent in {cell.comm_dtype}" if cell.comm_dtype is not None else ""
+    return f"{cell.implementation}{sent}{nccl_label(asdict(cell))}"
 
 
 def scheme_label(cell: DataParallelCell) -> str:

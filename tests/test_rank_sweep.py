@@ -1,0 +1,330 @@
+"""The multi-rank benchmarks as a person runs them: whatever stops one leaves tables, says why, and can be resumed; and
+ranks that are stopped, or started as Ctrl-C comes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+
+from cs336_systems import figures
+from cs336_systems.benchmarking import rank_sweep
+from cs336_systems.benchmarking.all_reduce import AllReduceCell
+from cs336_systems.benchmarking.data_parallel import DataParallelCell
+from cs336_systems.benchmarking.isolation import Outcome
+from cs336_systems.distributed import spawn
+from cs336_systems.distributed.process_group import GroupOptions, RankContext, spawn_ranks
+from cs336_systems.distributed.spawn import RankFailedError, spawn_processes, start_context
+from cs336_systems.provenance import collect_provenance
+from cs336_systems.records import write_atomically
+from tests.script_helpers import ScriptProcess, forked_processes, wait_until
+
+TINY = ["--size", "tiny", "--ctx", "8", "--batch-size", "1", "--device", "cpu"]
+# Script, its files' name, arguments, and the cells that it measures before those of its own rows.
+SCRIPTS = {
+    "ddp_benchmark": ("ddp", [*TINY, "--implementation", "naive", "bucketed", "--bucket-size-mb", "1", "2"], 3),
+    "fsdp_benchmark": ("fsdp", TINY, 0),
+    "sharded_optimizer_benchmark": ("sharded_optimizer", TINY, 0),
+    "scaling_benchmark": ("scaling", [*TINY, "--processes", "1", "2", "--implementation", "none", "ddp", "fsdp"], 0),
+    "all_reduce_benchmark": ("all_reduce", ["--device", "cpu", "--processes", "2", "--sizes-mb", "1", "2", "4"], 0),
+}
+KILLED = RankFailedError("rank 1 of 2 was killed by SIGKILL\n\nmore", 1, "", -signal.SIGKILL)
+
+
+@dataclass
+class Ranks:
+    """In the place of ranks: every cell has results at once, but the `stop_at`th, where `stop()` happens first."""
+
+    stop_at: int | None = None
+    stop: Callable[[], None] = lambda: None
+    cells: list[Any] = field(default_factory=list)
+    timeouts_s: set[float] = field(default_factory=set)
+
+    def __call__(self, measure: Any, cell: Any, *, world_size: int, options: GroupOptions) -> list[Any]:
+        self.cells.append(cell)
+        self.timeouts_s.add(options.timeout_s)
+        if len(self.cells) - 1 == self.stop_at:
+            self.stop()
+        if isinstance(cell, AllReduceCell):
+            times = dict.fromkeys(("mean_ms", "std_ms", "median_ms", "min_ms", "algorithm_gb_per_s", "bus_gb_per_s"))
+            return [{"backend": "gloo", **dict.fromkeys(times, 1.0 + cell.size_mb)}]
+        intervals = {"computation": [[0.0, 2.0]], "backward": [[1.0, 2.0]], "communication": [[1.5, 2.5]]}
+        step = {"step_median_ms": 10.0, "step_std_ms": 0.1, "tokens_per_s": 800.0, "intervals": intervals}
+        if isinstance(cell, DataParallelCell):
+            return [{**step, "gradient_mb": 1.0, "n_collectives": 2}]
+        return [{**step, "memory": [{"rank": rank, "moment": "after build"} for rank in range(world_size)]}]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    instead = Ranks()
+    monkeypatch.setattr(rank_sweep, "run_ranks", instead)
+    monkeypatch.setattr(rank_sweep, "resolve_device", lambda device, command: (device, _PROVENANCE))
+
+    def save(figure: Any, path: Path) -> None:  # pictures take most of the time; each benchmark's tests draw them
+        plt.close(figure)
+        write_atomically(path, "picture")
+
+    monkeypatch.setattr(figures, "save_figure", save)
+    return instead
+
+
+_PROVENANCE = collect_provenance("test", "cpu")
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def stop() -> None:
+        raise error
+
+    return stop
+
+
+def _rows(out: Path, name: str) -> list[dict[str, Any]]:
+    path = out / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_stopped_run_leaves_tables_and_resumes(
+    script: str, ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    name, arguments, before = SCRIPTS[script]
+    out = tmp_path / "out"
+    # The last cell is measured, and what lies beside its row may be on disk, but the row is not.
+    ranks.stop_at, ranks.stop = before + 1, _raise(KeyboardInterrupt())
+    status, output, errors = run_script(script, *arguments, "--out", out)
+    assert status == 130
+    assert "Interrupted; --resume goes on from here." in errors
+    assert "Traceback" not in errors
+    first = _rows(out, name)
+    assert len(first) == 1
+    assert (out / f"{name}.md").read_text() in output
+    assert (out / f"{name}.tex").exists()
+    if name != "all_reduce":
+        assert (out / f"{name}_timeline.png").exists() == (name != "ddp" or "naive" in output)
+    n_cells, stopped = len(ranks.cells), ranks.cells[-1]
+    ranks.stop_at = None
+    status, output, errors = run_script(script, *arguments, "--out", out, "--resume", "--timeout-s", "7")
+    assert status == 0, errors
+    assert ranks.cells[n_cells] == stopped
+    assert len({str(cell) for cell in ranks.cells}) == len(ranks.cells) - 1  # no other is measured twice
+    assert ranks.timeouts_s == {600.0, 7.0}
+    rows = _rows(out, name)
+    assert rows[: len(first)] == first
+    assert len(rows) == len(ranks.cells) - 1 - before
+    details = _rows(out, f"{name}_memory")
+    assert len(details) == (0 if name in ("ddp", "all_reduce") else sum(row["world_size"] for row in rows))
+    if name != "all_reduce":
+        timelines = json.loads((out / f"{name}_timelines.json").read_text())
+        assert len(timelines) == sum(row["implementation"] != "none" or name != "ddp" for row in rows)
+    assert not list(tmp_path.glob("out/*-2*"))  # nothing was set aside
+    assert (out / f"{name}.md").read_text() in output
+
+
+@pytest.mark.parametrize("script", ["ddp_benchmark", "fsdp_benchmark"])
+def test_what_lies_beside_a_row_is_not_doubled(
+    script: str, ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed between a cell's details and its own row has the details, and measures the cell again."""
+    name, arguments, before = SCRIPTS[script]
+    arguments = [*arguments, "--out", str(tmp_path)]
+    assert run_script(script, *arguments)[0] == 0
+    whole, memory = _rows(tmp_path, name), _rows(tmp_path, f"{name}_memory")
+    document = json.loads((tmp_path / f"{name}.json").read_text())
+    document["rows"].pop()
+    (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    ranks.cells.clear()
+    assert run_script(script, *arguments, "--resume")[0] == 0
+    assert len(ranks.cells) == 1
+    without_run = [[{**row, "run": 0} for row in rows] for rows in (_rows(tmp_path, name), whole)]
+    assert without_run[0] == without_run[1]
+    assert [{**row, "run": 0} for row in _rows(tmp_path, f"{name}_memory")] == memory
+    assert len(_rows(tmp_path, "all_reduce")) == before
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_full_disk_is_a_line_and_status_1(
+    script: str, ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    name, arguments, before = SCRIPTS[script]
+    ranks.stop_at, ranks.stop = before + 1, lambda: monkeypatch.setattr(os, "fsync", no_space)
+    status, _, errors = run_script(script, *arguments, "--out", tmp_path)
+    assert status == 1
+    assert re.search(rf"No space left on device; the 1 row.* in {name}\.json. Make room, and --resume", errors)
+    assert "Traceback" not in errors
+    assert len(_rows(tmp_path, name)) == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(143), RankFailedError("rank 0 of 2 raised KeyError", 0, "", 1)])
+def test_sigterm_and_a_rank_s_error_leave_tables_too(
+    error: BaseException, ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path, capsys: Any
+) -> None:
+    ranks.stop_at, ranks.stop = 1, _raise(error)
+    if isinstance(error, SystemExit):
+        assert run_script("fsdp_benchmark", *TINY, "--out", tmp_path)[0] == 143
+    else:
+        with pytest.raises(RankFailedError) as failure:
+            run_script("fsdp_benchmark", *TINY, "--out", tmp_path)
+        (note,) = failure.value.__notes__
+        assert note.strip() == f"The 1 rows before are in {tmp_path}/fsdp.json; --resume goes on from there."
+    assert {"fsdp.md", "fsdp.csv", "fsdp_timeline.png", "fsdp_memory.md"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_killed_rank_s_reason_is_shown(
+    script: str, ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, arguments, before = SCRIPTS[script]
+    ranks.stop_at, ranks.stop = before + 1, _raise(KILLED)
+    status, output, errors = run_script(script, *arguments, "--out", tmp_path / "one")
+    reasons = [line for line in output.splitlines() if line.startswith("- ")]
+    assert status == 0, errors
+    assert len(reasons) == 1
+    assert reasons[0].endswith(": killed. rank 1 of 2 was killed by SIGKILL")
+    assert reasons[0] in (tmp_path / "one" / f"{name}.md").read_text()
+    killed = Outcome("killed", reason="rank 1 of 2 was killed by SIGKILL")
+    monkeypatch.setattr(rank_sweep, "_measure_on_ranks", lambda *_: killed)
+    status, output, _ = run_script(script, *arguments, "--out", tmp_path / "all")
+    assert status == 1
+    lines = [line for line in output.splitlines() if line.startswith("- ")]
+    assert len(lines) == 1 + (before > 0)  # those of one reason together
+    assert lines[-1].count(";") == len(_rows(tmp_path / "all", name)) - 1
+
+
+def test_a_run_resumes_only_its_own_workload(ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = ["--size", "tiny", "--device", "cpu", "--implementation", "ddp", "--out", str(tmp_path)]
+    assert run_script("fsdp_benchmark", *arguments, "--ctx", 8)[0] == 0
+    for changed, message in (
+        (["--ctx", 16], "its rows have ctx 8, and this run 16; name another --out"),
+        (["--ctx", 8, "--processes", 1, "--batch-size", 3], "its rows have batch_size 4 on 2 ranks"),
+        (["--ctx", 8, "--timeout-s", 0.5], "--timeout-s 0.5: must be between 1 and 1000000"),
+        (["--ctx", 8, "--timeout-s", "inf"], "--timeout-s inf: must be between 1 and 1000000"),
+    ):
+        status, _, errors = run_script("fsdp_benchmark", *arguments, *changed, "--resume")
+        assert status == 2
+        assert message in errors
+    # Strong scaling: half of the eight on each of two, all on one.
+    more = ["--ctx", 8, "--processes", 1, "--batch-size", 8, "--resume"]
+    assert run_script("fsdp_benchmark", *arguments, *more)[0] == 0
+    (tmp_path / "fsdp_timelines.json").write_text("[1]")
+    status, _, errors = run_script("fsdp_benchmark", *arguments, *more)
+    assert status == 2
+    assert "is not a JSON object" in errors
+
+
+@pytest.mark.parametrize("value", ["1e30", "inf", "nan", "0"])
+def test_sizes_that_no_buffer_has_are_refused_by_their_flags(
+    value: str, run_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    for script, flag in (("all_reduce_benchmark", "--sizes-mb"), ("ddp_benchmark", "--bucket-size-mb")):
+        arguments = [] if script == "all_reduce_benchmark" else ["--size", "tiny"]
+        status, _, errors = run_script(script, *arguments, "--device", "cpu", flag, value, "--out", tmp_path / "out")
+        assert status == 2
+        assert errors.startswith(f"error: {flag} {float(value)}: must be at least one ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_in_a_terminal_ends_ranks_without_a_word(tmp_path: Path) -> None:
+    """A terminal sends it to the ranks too."""
+    sizes = [f"{0.001 * n:.3f}" for n in range(1, 200)]
+    arguments = [
+        "--device",
+        "cpu",
+        "--processes",
+        "2",
+        "--sizes-mb",
+        *sizes,
+        "--repeats",
+        "1",
+        "--out",
+        tmp_path / "out",
+    ]
+    run = ScriptProcess(tmp_path, "all_reduce_benchmark", *arguments)
+    wait_until(lambda: len(_rows(tmp_path / "out", "all_reduce")) >= 2, "the second row")
+    for pid in {*forked_processes(), run.pid}:
+        os.kill(pid, signal.SIGINT)
+    assert run.wait() == 130
+    wait_until(lambda: not forked_processes(), "the end of the ranks")
+    lines = [line for line in run.errors.splitlines() if "cell/s" not in line and line.strip()]
+    assert lines == [
+        "Interrupted; --resume goes on from here.",
+        f"Rows, tables and plots: {tmp_path}/out/all_reduce*",
+    ]
+    rows = _rows(tmp_path / "out", "all_reduce")
+    assert run.output.count("| ok ") == len(rows)
+
+
+def _has_interrupts_blocked(index: int, connection: Any) -> None:
+    connection.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def _survives_an_interrupt(index: int) -> str:
+    os.kill(os.getpid(), signal.SIGINT)
+    return "lives"
+
+
+def test_ranks_leave_ctrl_c_to_their_parent_from_the_first() -> None:
+    receiver, sender = start_context().Pipe(duplex=False)
+    process = start_context().Process(target=_has_interrupts_blocked, args=(0, sender))
+    process.start()
+    assert receiver.recv()  # as yet nothing of ours has run there
+    process.join()
+    assert spawn_processes(_survives_an_interrupt, (), 1) == ["lives"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes under /proc")
+def test_ctrl_c_between_two_forks_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = spawn._start, []
+
+    def interrupted(*arguments: Any) -> Any:
+        started.append(start(*arguments))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    others = set(forked_processes())
+    monkeypatch.setattr(spawn, "_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        spawn_processes(_wait_for_ever, (), 2)
+    assert len(started) == 1
+    assert not set(forked_processes()) - others
+
+
+def _wait_for_ever(index: int) -> None:
+    signal.pause()
+
+
+def _be_stopped(context: RankContext) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals as on POSIX")
+def test_a_stopped_rank_is_named() -> None:
+    with pytest.raises(RankFailedError) as failure:
+        spawn_ranks(_be_stopped, world_size=3, options=GroupOptions("cpu", timeout_s=1.0))
+    first = str(failure.value).splitlines()[0]
+    assert first.startswith("rank 1 is alive and did not report within timeout_s=1, stopped or too slow, for which")
+    assert "Timed out waiting 1000ms" in first
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 2e6, float("inf"), float("nan")])
+def test_limits_that_no_group_has_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"^timeout_s=.*must be more than 0 and at most 1000000"):
+        GroupOptions("cpu", timeout_s=value)
