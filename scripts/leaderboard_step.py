@@ -52,6 +52,10 @@ class Arguments:
     """Of the random weights and tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
+    timeout_s: float = 600.0
+    """The limit of one collective, in seconds: ranks that wait longer for another end the run, and name it."""
+    resume: bool = False
+    """Keep the rows under --out and skip their cells."""
     out: Path = Path("out/leaderboard_step")
     """Folder for rows (JSON, CSV) and tables (Markdown, LaTeX)."""
 

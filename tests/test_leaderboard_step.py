@@ -173,13 +173,14 @@ def test_rows_of_a_run(smallest, tmp_path, capsys):
 
 @pytest.fixture
 def swept(monkeypatch):
-    """The cells that a run would measure, each of which runs out of memory."""
+    """The cells that a run would measure, of which all but the last run out of memory."""
     cells = []
 
-    def sweep(asked, measure, results, label):
+    def sweep(asked, measure, results, label, timeout_s):
         for cell in asked:
             cells.append(cell)
-            results.append(make_row(LeaderboardRow, cell, Outcome("oom", reason="CUDA out of memory"), {}))
+            outcome = Outcome("ok") if cell is asked[-1] else Outcome("oom", reason="CUDA out of memory")
+            results.append(make_row(LeaderboardRow, cell, outcome, {}))
 
     monkeypatch.setattr(run_module, "run_rank_sweep", sweep)
     return cells
@@ -204,7 +205,8 @@ def test_the_plan_is_shown_and_both_implementations_follow_it(swept, tmp_path, c
     assert f"{n_checkpointed} blocks keep their input and attention's output, the last {fused.kept_blocks}" in shown
     assert f"| {fused.predicted_gib:.2f} |" in shown
     assert "more than" not in shown
-    assert [(row.status, row.predicted_gib) for row in rows] == [("oom", fused.predicted_gib), ("oom", None)]
+    assert [(row.status, row.predicted_gib) for row in rows] == [("oom", fused.predicted_gib), ("ok", None)]
+    assert f"- {cell_label(fused)}: oom. CUDA out of memory" in shown
     assert cell_label(fused) == f"fused ×2, {fused.kept_blocks} of 34 blocks kept"
 
 
@@ -222,6 +224,15 @@ def test_the_whole_card_is_not_the_plans(swept, tmp_path, monkeypatch):
     assert swept[0].attention == "flash-hopper"
 
 
+def test_rows_are_kept_for_a_run_of_the_same_workload(swept, tmp_path, capsys):
+    run_for_8b(tmp_path, kept_blocks=(0,))
+    rows = run_for_8b(tmp_path, kept_blocks=(20,), resume=True)
+    assert [row.kept_blocks for row in rows] == [0, 0, 20, 20]
+    with pytest.raises(SystemExit):
+        run_for_8b(tmp_path, ctx=16_384, resume=True)
+    assert "its rows have ctx 32768, and this run 16384" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -236,6 +247,7 @@ def test_the_whole_card_is_not_the_plans(swept, tmp_path, monkeypatch):
         ({"batch_size": 0}, "--batch-size 0: must be between 1"),
         ({"steps": 0}, "--steps 0: must be at least 1"),
         ({"max_ctas": (4,)}, "--max-ctas 4"),
+        ({"timeout_s": 0.0}, "--timeout-s 0.0: must be between 1"),
     ],
 )
 def test_bad_input_is_refused(changed, message, tmp_path, capsys):

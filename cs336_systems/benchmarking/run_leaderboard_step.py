@@ -16,6 +16,12 @@ from cs336_systems.attention.model_attention import why_not
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell, LeaderboardRow, cell_label
 from cs336_systems.benchmarking.leaderboard_step import measure_leaderboard_step
+from cs336_systems.benchmarking.rank_files import (
+    check_same_workload,
+    check_timeout,
+    ranks_into_files,
+    why_not_measured,
+)
 from cs336_systems.benchmarking.rank_sweep import (
     model_on_ranks,
     nccl_settings,
@@ -24,13 +30,20 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
-from cs336_systems.cli import refusing_bad_input, show, tell
+from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check
-from cs336_systems.distributed.process_group import launcher
+from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launcher
+from cs336_systems.records import ResultsFile
 from cs336_systems.workload import why_kernels_not
 
 USED_SHARE = (
     0.95  # of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding
+)
+
+# What tells the cells of one run apart, and what follows from it.
+VARIED = (
+    *("world_size", "implementation", "kept_blocks", "max_ctas", "high_priority"),
+    *("attention", "kernels", "optimizer", "compile", "checkpoint_every", "memory_gib", "predicted_gib"),
 )
 
 COLUMNS = {
@@ -68,15 +81,18 @@ def run_leaderboard_step(
     high_priority: tuple[str, ...],
     device: str,
     out: Path,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    resume: bool = False,
     **parameters: Any,
 ) -> list[LeaderboardRow]:
     """Prints the plan, measures every implementation, and leaves the files leaderboard_step* under `out`
     (scripts/leaderboard_step.py).
 
     `parameters` are other fields of `LeaderboardCell`, the same for all. Bad input ends the program with status 2
-    before anything runs.
+    before anything runs; whatever else ends it, the tables of the rows so far are written.
     """
     with refusing_bad_input():
+        check_timeout(timeout_s)
         common = model_on_ranks(size, device, "sdpa", implementation=implementation)
         device = common["device"]
         settings = nccl_settings(device, max_ctas, high_priority)
@@ -107,15 +123,20 @@ def run_leaderboard_step(
             for world_size, plan in plans
             for name, setting in product(implementation, settings)
         ]
-        results = open_results(out, "leaderboard_step", LeaderboardRow, command, device)
+        results = open_results(out, "leaderboard_step", LeaderboardRow, command, device, resume)
+        check_same_workload(results, cells, VARIED)
     if results is not None:
         show("\n".join(_plan_table(plan, world_size) for world_size, plan in plans))
-    run_rank_sweep(cells, measure_leaderboard_step, results, cell_label)
-    if results is None:  # a launched rank other than 0
-        return []
-    show(results.write_tables(present(COLUMNS, results.rows)))
-    tell(f"Rows and tables: {out}/leaderboard_step*")
-    return results.rows
+
+    def write_files(results: ResultsFile[LeaderboardRow]) -> str:
+        return results.write_tables(present(COLUMNS, results.rows), why_not_measured(results.rows, cell_label))
+
+    ranks_into_files(
+        results,
+        lambda: run_rank_sweep(cells, measure_leaderboard_step, results, cell_label, timeout_s=timeout_s),
+        write_files,
+    )
+    return results.rows if results is not None else []
 
 
 def _plans(
