@@ -9,7 +9,9 @@ ranks; otherwise each script spawns its own.
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,6 +47,8 @@ class Arguments:
 
 
 def main() -> None:
+    # A quoted group of flags is a value, and would be taken for a flag of this script's.
+    sys.argv[1:] = [f" {word}" if re.match(r"--[\w-]+ ", word) else word for word in sys.argv[1:]]
     arguments = parse(Arguments, __doc__)
     from cs336_systems.distributed.submission import submit_commands
 

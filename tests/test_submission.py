@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,21 @@ def test_bad_submissions_are_refused(tmp_path: Path) -> None:
         submit_commands([["a.py"]], tmp_path, nodes=0)
     with mock.patch.dict(sys.modules, {"submitit": None}), pytest.raises(ModuleNotFoundError, match=r"\[slurm\]"):
         submit_commands([["a.py"]], tmp_path)
+
+
+def test_the_scripts_own_example_is_understood(monkeypatch, run_script):
+    asked = []
+
+    def submit(commands, folder, **options):
+        asked.append((commands, options["gpus_per_node"], options["partition"]))
+        return [mock.MagicMock(job_id="7") for _ in commands]
+
+    monkeypatch.setattr("cs336_systems.distributed.submission.submit_commands", submit)
+    example = (Path(__file__).resolve().parents[1] / "scripts" / "submit_sweep.py").read_text(encoding="utf-8")
+    typed = re.search(r"python scripts/submit_sweep\.py (.*?)\n\n", example, re.DOTALL)[1]
+    words = shlex.split(typed.replace("\\\\", ""))
+    status, shown, errors = run_script("submit_sweep", *words)
+    assert (status, errors) == (0, "")
+    assert shown.startswith("7: scripts/ddp_benchmark.py --size xl --precision fp32  (log: ")
+    shared = ["scripts/ddp_benchmark.py", "--size", "xl"]
+    assert asked == [([[*shared, "--precision", "fp32"], [*shared, "--precision", "bf16"]], 2, "gpu")]
