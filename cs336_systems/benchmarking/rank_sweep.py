@@ -40,7 +40,7 @@ def run_rank_sweep(
     complete: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda cell, measured: measured,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Add to `results` one row a cell, in order, skipping cells whose row is there already.
+    """Add to `results` one row a cell, in order, skipping cells whose row is there already (`unmeasured`).
 
     Args:
         cells: frozen dataclasses with `device` ("cpu" or "cuda"), `world_size`, `max_ctas` and
