@@ -169,6 +169,7 @@ def every_case() -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 def test_representative_cases_compile():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
     assert problems(compile_in_a_process(SLICE)) == []

@@ -67,6 +67,7 @@ def test_without_a_step_to_compare_with_there_is_a_table_and_no_picture(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["by_ranks.md"]
 
 
+@pytest.mark.slow
 def test_strong_scaling_on_the_cpu(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**TINY, "name": "scaling", "processes": (1, 2), "total_batch_size": 2}
     implementations = ("none", "ddp", "sharded-optimizer", "fsdp")

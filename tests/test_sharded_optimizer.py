@@ -351,7 +351,7 @@ def all_cases(context: RankContext) -> None:
     misuse(context)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=[pytest.mark.slow] * (n == 5)) for n in WORLD_SIZES])
 def test_equals_the_unsharded_optimizer(world_size: int) -> None:
     """Cases that share their ranks, since starting these takes seconds; the traceback names the case."""
     run_gloo(all_cases, world_size=world_size)

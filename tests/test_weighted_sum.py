@@ -275,6 +275,7 @@ def _run_python(code: str, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_compiles_for_other_gpus_without_spilling():
     """No GPU need be present: the compiler and ptxas come with Triton. Each card, and each dtype on one of them."""
     output = _run_python(
