@@ -29,7 +29,7 @@ from tests.fsdp_helpers import (
 )
 
 # With 5 the rows divide unevenly, and some ranks have none.
-WORLD_SIZES = (1, 2, pytest.param(3, marks=pytest.mark.slow), 5)
+WORLD_SIZES = (1, 2, 3, pytest.param(5, marks=pytest.mark.slow))
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "tied": partial(Mixed, tied=True),
@@ -313,7 +313,7 @@ def all_cases(context: RankContext) -> None:
     misuse(context)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=[pytest.mark.slow] * (n == 5)) for n in WORLD_SIZES])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_unsharded_copies(world_size: int) -> None:
     """Cases that share their ranks, since starting these takes seconds; the traceback names the case."""
     run_gloo(all_cases, world_size=world_size)

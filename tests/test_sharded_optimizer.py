@@ -33,7 +33,7 @@ from tests.distributed_helpers import (
     run_gloo,
 )
 
-WORLD_SIZES = (1, 2, 3, 5)
+WORLD_SIZES = (1, 2, 3, pytest.param(5, marks=pytest.mark.slow))
 # Large and small, one row, no dimension, nothing at all.
 SHAPES = ((60, 51), (16, 33), (1, 7), (), (0, 4), (30, 40), (9,))
 LARGE = ((120, 101), (100, 101), (7,))
@@ -351,7 +351,7 @@ def all_cases(context: RankContext) -> None:
     misuse(context)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=[pytest.mark.slow] * (n == 5)) for n in WORLD_SIZES])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_equals_the_unsharded_optimizer(world_size: int) -> None:
     """Cases that share their ranks, since starting these takes seconds; the traceback names the case."""
     run_gloo(all_cases, world_size=world_size)
