@@ -38,6 +38,10 @@ def _modules_to_check() -> list[str]:
     return modules
 
 
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would what they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Every jaxtyping annotation of the two packages is checked while the tests run.
 install_import_hook(_modules_to_check(), "tests.typecheck.check")
 
