@@ -11,7 +11,7 @@ from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cs336_systems.attention.operators import flash_attention_forward
 
@@ -26,9 +26,11 @@ class CheckpointedSegment(nn.Sequential):
 
     def forward(self, input: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """(…) to (…), as the modules in a row give it. Under `torch.no_grad()` it is a plain `nn.Sequential`."""
-        context = noop_context_fn
-        if self.keeps_attention:
-            context = partial(create_selective_checkpoint_contexts, [flash_attention_forward])
+        if (
+            not self.keeps_attention
+        ):  # torch.compile follows a checkpoint without a context, and none chosen at run time
+            return checkpoint(super().forward, input, use_reentrant=False)
+        context = partial(create_selective_checkpoint_contexts, [flash_attention_forward])
         return checkpoint(super().forward, input, use_reentrant=False, context_fn=context)
 
 
