@@ -26,9 +26,8 @@ class CheckpointedSegment(nn.Sequential):
 
     def forward(self, input: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """(…) to (…), as the modules in a row give it. Under `torch.no_grad()` it is a plain `nn.Sequential`."""
-        if (
-            not self.keeps_attention
-        ):  # torch.compile follows a checkpoint without a context, and none chosen at run time
+        # torch.compile follows a checkpoint without a context, and not one whose context is chosen at run time.
+        if not self.keeps_attention:
             return checkpoint(super().forward, input, use_reentrant=False)
         context = partial(create_selective_checkpoint_contexts, [flash_attention_forward])
         return checkpoint(super().forward, input, use_reentrant=False, context_fn=context)
