@@ -36,9 +36,8 @@ from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launcher
 from cs336_systems.records import ResultsFile
 from cs336_systems.workload import why_kernels_not
 
-USED_SHARE = (
-    0.95  # of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding
-)
+# Of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding.
+USED_SHARE = 0.95
 
 # What tells the cells of one run apart, and what follows from it.
 VARIED = (
