@@ -1,26 +1,18 @@
 """The fused kernels are compiled for every architecture they claim to run on, with no GPU: each must fit the card's
-shared memory and spill next to nothing.
+shared memory and spill next to nothing. Run as a script it compiles cases for the tests (compile_helpers.py)."""
 
-Run as a script (by the tests below, in a process without the interpreter) it compiles the cases that it reads from
-stdin as JSON and writes a JSON line for each.
-"""
-
-import contextlib
-import io
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run as a script, Python looks for modules beside it
-
-from tests.test_triton_compiles import SHARED_MEMORY_KIB, _resources  # noqa: E402
+from tests.compile_helpers import (
+    SHARED_MEMORY_KIB,
+    compile_from_stdin,
+    compile_in_processes,
+    compile_launch,
+    problem,
+)
 
 
 class Case(NamedTuple):
@@ -78,56 +70,18 @@ def launch(case: Case) -> None:
 
 
 def compile_case(case: Case) -> dict[str, Any]:
-    """Compiles what the launch code would launch: it runs for real, with the launch itself replaced. Shared memory in
-    bytes, spilled bytes, registers a thread, and the widest access to global memory in bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
+    """Compiles what the launch code would launch: it runs for real, with the launch itself replaced. What the kernel
+    needs, and whether it has vector accesses to global memory."""
+    from triton.runtime.jit import JITFunction
 
     launches = []
     JITFunction.run = lambda kernel, *args, grid, warmup, **options: launches.append((kernel, args, options))
     launch(case)
     ((kernel, args, options),) = launches
     assert case.kernel.split()[0] == kernel.__name__
-    options = {**options, "debug": False, "instrumentation_mode": ""}
-    target = GPUTarget("cuda", case.arch, 32)
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, parsed = bind(*args, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, parsed)
-    log = io.StringIO()
-    with contextlib.redirect_stdout(log):
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    compiled, needs = compile_launch(kernel, args, options, case.arch)
     is_vectorised = any(f"global.v{n}." in compiled.asm["ptx"] for n in (2, 4)) or "global.b128" in compiled.asm["ptx"]
-    return _resources(compiled, log.getvalue()) | {"is_vectorised": is_vectorised}
-
-
-def _compile_from_stdin() -> None:
-    from triton import knobs
-
-    knobs.nvidia.dump_ptxas_log = True  # prints what ptxas -v says of registers and spills
-    knobs.compilation.always_compile = True  # a cached kernel has no log
-    for case in json.load(sys.stdin):
-        try:
-            result = compile_case(Case(*case))
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"[-500:]}
-        print(json.dumps(result), flush=True)
-
-
-def compile_in_a_process(cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    process = subprocess.run(
-        [sys.executable, __file__],
-        input=json.dumps(cases),
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    lines = process.stdout.splitlines()
-    assert len(lines) == len(cases), process.stderr[-2000:]
-    return {case: json.loads(line) for case, line in zip(cases, lines, strict=True)}
+    return needs | {"is_vectorised": is_vectorised}
 
 
 # ptxas spills two words for sm_100 in one small case, where most registers are free.
@@ -138,15 +92,11 @@ def problems(results: dict[Case, dict[str, Any]]) -> list[str]:
     """What is wrong with each case, if anything is."""
     wrong = []
     for case, result in results.items():
-        limit = 1024 * SHARED_MEMORY_KIB[case.arch]
-        if "error" in result:
-            wrong.append(f"{case}: {result['error']}")
-        elif result["shared_bytes"] > limit:
-            wrong.append(f"{case}: {result['shared_bytes']} bytes of shared memory, the card has {limit}")
-        elif result["spilled_bytes"] > SPILL_TOLERATED_BYTES:
-            wrong.append(f"{case}: {result['spilled_bytes']} bytes of registers spilled")
-        elif not result["is_vectorised"] and case.width % 8 == 0:
-            wrong.append(f"{case}: reads and writes single elements")
+        found = problem(case.arch, result, SPILL_TOLERATED_BYTES)
+        if found is None and not result["is_vectorised"] and case.width % 8 == 0:
+            found = "reads and writes single elements"
+        if found is not None:
+            wrong.append(f"{case}: {found}")
     return wrong
 
 
@@ -172,15 +122,15 @@ def every_case() -> list[Case]:
 @pytest.mark.slow
 def test_representative_cases_compile():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
-    assert problems(compile_in_a_process(SLICE)) == []
+    assert problems(compile_in_processes(__file__, SLICE)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_case_compiles():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
-    assert problems(compile_in_a_process(every_case())) == []
+    assert problems(compile_in_processes(__file__, every_case())) == []
 
 
 if __name__ == "__main__":
-    _compile_from_stdin()
+    compile_from_stdin(lambda case: compile_case(Case(*case)))

@@ -1,27 +1,23 @@
 """The attention kernels are compiled for every architecture they claim to run on, with no GPU: each configuration that
-can be chosen must fit the card's shared memory, and spill no registers but for the few bytes that are known.
+can be chosen must fit the card's shared memory, and spill no registers but for the few bytes that are known. Run as a
+script it compiles cases for the tests (compile_helpers.py)."""
 
-Run as a script (by the tests below, in processes without the interpreter) it compiles the cases that it reads from
-stdin as JSON and writes a JSON line for each.
-"""
-
-import contextlib
-import io
 import itertools
-import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-# KiB that one program can have.
-SHARED_MEMORY_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+from tests.compile_helpers import (
+    SHARED_MEMORY_KIB,
+    compile_from_stdin,
+    compile_in_processes,
+    compile_launch,
+    problem,
+)
+
 HEAD_DIMS = (16, 32, 64, 128, 256)
 PASSES = ("forward", "dkdv", "dq", "fused", "combine", "preprocess", "measure", "split")
 
@@ -41,13 +37,8 @@ class Case(NamedTuple):
 
 def compile_case(case: Case) -> dict:
     """Compile what the launch code would launch: it runs for real, on tensors without memory, with the launch itself
-    replaced. Shared memory in bytes, spilled bytes, and registers a thread."""
+    replaced. What the kernel needs, and of Hopper's own the order of its work."""
     import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.runtime.jit import create_function_from_signature
 
     from cs336_systems.attention import hopper_plan, triton_launch, triton_plan, triton_tuning
 
@@ -84,21 +75,8 @@ def compile_case(case: Case) -> dict:
     # The kernel that a case is about is the last step, or named for one that comes before.
     named = [x for x in launches if case.name in x[0].__name__]
     kernel, args, options = named[0] if named else launches[-1]
-    options = {**options, "debug": False, "instrumentation_mode": ""}
-    target = GPUTarget("cuda", case.arch, 32)
-    backend = make_backend(target)
-    bound, specialization, parsed = create_function_from_signature(kernel.signature, kernel.params, backend)(
-        *args, **options
-    )
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, parsed)
-    log = io.StringIO()
-    with contextlib.redirect_stdout(log):
-        make_source = GluonASTSource if kernel.is_gluon() else ASTSource
-        source = make_source(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=target, options=parsed.__dict__)
-    if case.is_hopper:
-        return {"hopper_code": _order_of_work(compiled.asm["cubin"])} | _resources(compiled, log.getvalue())
-    return _resources(compiled, log.getvalue())
+    compiled, needs = compile_launch(kernel, args, options, case.arch)
+    return needs | ({"hopper_code": _order_of_work(compiled.asm["cubin"])} if case.is_hopper else {})
 
 
 def _order_of_work(cubin: bytes) -> str:
@@ -121,49 +99,6 @@ def _order_of_work(cubin: bytes) -> str:
     return "".join(signs)
 
 
-def _resources(compiled, log: str) -> dict:
-    return {
-        "shared_bytes": compiled.metadata.shared,
-        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]),
-        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
-    }
-
-
-def _compile_from_stdin() -> None:
-    from triton import knobs
-
-    knobs.nvidia.dump_ptxas_log = True  # prints what ptxas -v says of registers and spills
-    knobs.compilation.always_compile = True  # a cached kernel has no log
-    for case in json.load(sys.stdin):
-        try:
-            result = compile_case(Case(*case))
-        except Exception as error:
-            result = {"error": f"{type(error).__name__}: {error}"[-500:]}
-        print(json.dumps(result), flush=True)
-
-
-def compile_in_processes(cases: list[Case], n_processes: int) -> dict[Case, dict]:
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)}
-
-    def run(share: list[Case]) -> list[dict]:
-        process = subprocess.run(
-            [sys.executable, __file__], input=json.dumps(share), env=environment, capture_output=True, text=True
-        )
-        lines = process.stdout.splitlines()
-        assert len(lines) == len(share), process.stderr[-2000:]
-        return [json.loads(line) for line in lines]
-
-    shares = [cases[i::n_processes] for i in range(n_processes)]
-    with ThreadPoolExecutor(n_processes) as pool:
-        results = pool.map(run, shares)
-        return {
-            case: result
-            for share, done in zip(shares, results, strict=True)
-            for case, result in zip(share, done, strict=True)
-        }
-
-
 # Bytes a thread. Most choices spill nothing; a few for cards and dtypes that are not tuned yet spill some, and must not
 # come to spill more. With head_dim 256 the accumulators alone fill the registers, and spills are not judged.
 SPILL_TOLERATED_BYTES = 64
@@ -175,16 +110,8 @@ def tolerated_spill(case: Case) -> float:
 
 def problems(results: dict[Case, dict]) -> list[str]:
     """What is wrong with each case, if anything is."""
-    wrong = []
-    for case, result in results.items():
-        limit = 1024 * SHARED_MEMORY_KIB[case.arch]
-        if "error" in result:
-            wrong.append(f"{case}: {result['error']}")
-        elif result["shared_bytes"] > limit:
-            wrong.append(f"{case}: {result['shared_bytes']} bytes of shared memory, the card has {limit}")
-        elif result["spilled_bytes"] > tolerated_spill(case):
-            wrong.append(f"{case}: {result['spilled_bytes']} bytes of registers spilled")
-    return wrong
+    found = {case: problem(case.arch, result, tolerated_spill(case)) for case, result in results.items()}
+    return [f"{case}: {what}" for case, what in found.items() if what is not None]
 
 
 SLICE = [
@@ -230,7 +157,7 @@ def every_case() -> list[Case]:
 
 def test_representative_cases_compile():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
-    results = compile_in_processes(SLICE, 1)
+    results = compile_in_processes(__file__, SLICE)
     assert problems(results) == []
     for case, result in results.items():
         if case.is_hopper:
@@ -246,8 +173,8 @@ def test_representative_cases_compile():
 @pytest.mark.timeout(1800)
 def test_every_case_compiles():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
-    assert problems(compile_in_processes(every_case(), 2)) == []
+    assert problems(compile_in_processes(__file__, every_case(), 2)) == []
 
 
 if __name__ == "__main__":
-    _compile_from_stdin()
+    compile_from_stdin(lambda case: compile_case(Case(*case)))
