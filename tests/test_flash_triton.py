@@ -158,6 +158,18 @@ def test_keys_cut_into_chunks(config, is_causal, n_queries, n_keys, n_chunks):
     check(actual, reference(*inputs, is_causal, 0.25), torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("n_keys", "n_blocks", "n_chunks"),
+    [(1023, 8, 1), (1024, 8, 4), (2048, 33, 4), (2048, 34, 1), (4096, 131, 4), (4096, 132, 1)],
+)
+def test_keys_are_cut_where_the_card_would_idle(n_keys, n_blocks, n_chunks):
+    q = torch.empty(1, 1, n_keys, 64, dtype=torch.float16)
+    card = triton_tuning.Gpu("a card", 90, 132, 227 * 1024)
+    problem = triton_launch.make_problem(q, q, True, 0.125, gpu=card)
+    chunk_keys = triton_tuning.chunk_size(problem, _config(64, 64), n_blocks)
+    assert -(-n_keys // chunk_keys) == n_chunks
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
 def test_grouped_heads_match_float64(heads, kv_heads):
     inputs = draw(batch=2, heads=heads, kv_heads=kv_heads, n_queries=20, n_keys=24)

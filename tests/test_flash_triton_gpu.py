@@ -157,7 +157,8 @@ def test_a_thousand_repeats_are_equal_bit_for_bit():
 
 
 def test_lengths_share_compiled_kernels():
-    """Eager: a new length is a new plan, but no new kernel, among short lengths and among long ones."""
+    """Eager: a new length is a new plan, but no new kernel: among short lengths, longer ones, and those whose keys
+    are cut."""
     from cs336_systems.attention.triton_backward import flash_backward_kernel
     from cs336_systems.attention.triton_forward import flash_forward_kernel
 
@@ -169,7 +170,7 @@ def test_lengths_share_compiled_kernels():
         q, k, v, do = draw(1, 2, 2, length, length, 64, torch.float16)
         output_and_gradients(lambda *x: flash_attention(*x, True, implementation="triton"), q, k, v, do)
 
-    for first, *others in ((64, 1, 2, 17, 65, 100, 128, 250), (800, 801, 1000, 1024, 2048)):
+    for first, *others in ((64, 1, 2, 17, 65, 100, 128, 250), (800, 801, 1000), (1024, 1500, 2048)):
         run(first)
         before = n_compiled()
         for length in others:
