@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +43,15 @@ class Provenance:
             f"{hardware}; CUDA {self.cuda}, torch {self.torch}, Triton {self.triton}, Python {self.python}; "
             f"commit {self.git_commit}, {self.date} UTC; `{self.command}`"
         )
+
+
+def has_nvidia_driver() -> bool:
+    """Whether NVIDIA's driver is here: without it torch, which takes seconds to import, need not be asked for GPUs."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def devices_here() -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cs336_systems.cli import command_line, parse, refusing_bad_input, show, tell
+from cs336_systems.cli import parse, refusing_bad_input, show, tell
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,13 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.benchmarking.reproduce import plan, plan_table, run_plan, run_script
+    from cs336_systems.benchmarking.reproduce import machine_here, plan, plan_table, run_plan, run_script
     from cs336_systems.benchmarking.reproduce_steps import STEPS, step_named
     from cs336_systems.records import check_writable
 
     with refusing_bad_input():
         steps = tuple(map(step_named, arguments.only)) or STEPS
-        machine = arguments.machine
-        if machine == "auto":
-            from cs336_systems.benchmarking.into_files import resolve_device
-
-            count = resolve_device("auto", command_line())[1].gpu_count
-            machine = "cpu" if count == 0 else "gpu" if count == 1 else "gpus"
+        machine = machine_here() if arguments.machine == "auto" else arguments.machine
         planned = plan(machine, arguments.results, steps)
         if not arguments.dry_run:
             check_writable(arguments.results)

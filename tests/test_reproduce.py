@@ -6,13 +6,15 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems.benchmarking import reproduce
+from cs336_systems.benchmarking import into_files, reproduce
 from cs336_systems.benchmarking.report import ITEMS, report
 from cs336_systems.benchmarking.reproduce import Step, plan, plan_table, read_state, run_plan
 from cs336_systems.benchmarking.reproduce_steps import MACHINES, STEPS, step_named
+from tests.script_helpers import run_without_torch
 
 ONE = Step("one", "x", "rows", gpu=("--a 1",), cpu=("--a 2",), seconds={"cpu": 10, "gpu": 100, "gpus": 100})
 TWO = Step("two", "y", "rows", gpu=("--b 1", "--b 2"), cpu=None, seconds={"gpu": 200, "gpus": 200})
@@ -154,6 +156,23 @@ def test_an_unknown_step_is_refused(run_script):
     status, _, errors = run_script("reproduce", "--only", "x", "--dry-run")
     assert status == 2
     assert "--only x: must be one of" in errors
+
+
+def test_a_dry_run_answers_at_once():
+    status, shown = run_without_torch("reproduce", "--dry-run", "--results", "a-new-folder")
+    assert status == 0, shown
+    assert "python scripts/benchmark.py" in shown
+
+
+@pytest.mark.parametrize(("gpus", "machine"), [(0, "cpu"), (1, "gpu"), (8, "gpus")])
+def test_a_machine_is_known_by_its_gpus(monkeypatch, capsys, gpus, machine):
+    found = ("cuda", SimpleNamespace(gpu_count=gpus))
+    monkeypatch.setattr(into_files, "resolve_device", lambda device, command: found)
+    monkeypatch.setattr(reproduce, "has_nvidia_driver", lambda: True)
+    assert reproduce.machine_here() == machine
+    assert "Counting" in capsys.readouterr().err  # torch is imported for it, which takes seconds
+    monkeypatch.setattr(reproduce, "has_nvidia_driver", lambda: False)
+    assert reproduce.machine_here() == "cpu"
 
 
 def test_a_dry_run_writes_nothing(tmp_path, run_script):

@@ -19,6 +19,7 @@ from shutil import which
 
 from cs336_systems.benchmarking.reproduce_steps import STEPS, Step
 from cs336_systems.cli import tell
+from cs336_systems.provenance import has_nvidia_driver
 from cs336_systems.records import write_atomically
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,18 @@ class Planned:
     fresh: list[str]
     seconds: float
     why_not: str = ""
+
+
+def machine_here() -> str:
+    """ "cpu", "gpu" or "gpus": what this machine has. Without NVIDIA's driver it answers at once; else torch is asked,
+    in a process of its own, which takes seconds and is said."""
+    if not has_nvidia_driver():
+        return "cpu"
+    tell("Counting this machine's GPUs …")
+    from cs336_systems.benchmarking.into_files import resolve_device
+
+    count = resolve_device("auto", "")[1].gpu_count
+    return "cpu" if count == 0 else "gpu" if count == 1 else "gpus"
 
 
 def read_state(results: Path) -> dict[str, Ended]:
