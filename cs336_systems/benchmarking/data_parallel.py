@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from cs336_systems.benchmarking.rank_arguments import check_mb, nccl_label
-from cs336_systems.configs import BenchmarkCell, check
+from cs336_systems.benchmarking.rank_arguments import check_mb
+from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_train_step, nccl_label
+from cs336_systems.configs import check
 from cs336_systems.intervals import StepIntervals, covered_share, total_length
 from cs336_systems.records import Statistics
 
@@ -26,7 +27,7 @@ NCCL_DEFAULTS: dict[str, Any] = {"max_ctas": None, "high_priority": False}
 
 
 @dataclass(frozen=True)
-class DataParallelCell(BenchmarkCell):
+class DataParallelCell(RankCell):
     """A train step of `world_size` ranks, `batch_size` sequences on each, with one implementation.
 
     `none` is the same step without communication. `bucketed` sets gradients to None and copies each new one into its
@@ -34,7 +35,6 @@ class DataParallelCell(BenchmarkCell):
     `torch-ddp` is PyTorch's, with bucket views. `bucket_size_mb` is in MB (10**6 bytes).
     """
 
-    world_size: int = 2
     implementation: Implementation = "bucketed"
     bucket_size_mb: float | None = None
     comm_dtype: str | None = None
@@ -43,16 +43,7 @@ class DataParallelCell(BenchmarkCell):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = get_args(Implementation)
-        check(
-            self.implementation in allowed,
-            "implementation",
-            self.implementation,
-            f"must be one of {', '.join(allowed)}",
-        )
-        check(self.world_size >= 1, "world_size", self.world_size, "must be at least 1")
-        check(self.mode == "train-step", "mode", self.mode, "must be train-step")
-        check(self.precision != "fp16", "precision", self.precision, "must be fp32, tf32 or bf16 here")
+        check_train_step(self)
         has_buckets = self.implementation in BUCKETED
         check(
             (self.bucket_size_mb is not None) == has_buckets,
@@ -66,7 +57,7 @@ class DataParallelCell(BenchmarkCell):
 
 
 @dataclass(frozen=True)
-class DataParallelRow(DataParallelCell):
+class DataParallelRow(MeasuredStep, DataParallelCell):
     """A cell and what it measured. Times are of the slowest rank.
 
     `communication_ms` is finish_gradient_synchronization alone, after a backward pass that communicated nothing, with
@@ -77,12 +68,6 @@ class DataParallelRow(DataParallelCell):
     `peak_memory_gib` is the allocator's peak during the measured steps, of the rank with the most; None on a CPU.
     """
 
-    status: str = "ok"
-    reason: str = ""
-    step_mean_ms: float | None = None
-    step_std_ms: float | None = None
-    step_median_ms: float | None = None
-    step_min_ms: float | None = None
     tokens_per_s: float | None = None
     communication_ms: float | None = None
     exposed_ms: float | None = None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from cs336_systems.benchmarking.rank_arguments import nccl_label
-from cs336_systems.configs import BenchmarkCell, check
+from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, nccl_label
+from cs336_systems.configs import check
 
 Implementation = Literal["fused", "torch"]
 
 
 @dataclass(frozen=True)
-class LeaderboardCell(BenchmarkCell):
+class LeaderboardCell(RankCell):
     """A train step of `world_size` ranks, `batch_size` sequences on each.
 
     `fused` is this project's: fused kernels, FlashAttention, FSDP, AdamW in one launch, and checkpoints that keep
@@ -22,7 +22,6 @@ class LeaderboardCell(BenchmarkCell):
     is the peak by accounting/memory_plan.py (of fused only), which might use `memory_gib`.
     """
 
-    world_size: int = 2
     implementation: Implementation = "fused"
     kept_blocks: int = 0
     memory_gib: float | None = None
@@ -32,15 +31,7 @@ class LeaderboardCell(BenchmarkCell):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = get_args(Implementation)
-        check(
-            self.implementation in allowed,
-            "implementation",
-            self.implementation,
-            f"must be one of {', '.join(allowed)}",
-        )
         check(self.precision in ("bf16", "fp32"), "precision", self.precision, "must be bf16 or fp32 here")
-        check(self.world_size >= 1, "world_size", self.world_size, "must be at least 1")
         check(
             0 <= self.kept_blocks <= self.num_layers,
             "kept_blocks",
@@ -50,7 +41,7 @@ class LeaderboardCell(BenchmarkCell):
 
 
 @dataclass(frozen=True)
-class LeaderboardRow(LeaderboardCell):
+class LeaderboardRow(MeasuredStep, LeaderboardCell):
     """A cell and what it measured. Times are of the slowest rank.
 
     The phases are those of steps that wait at each phase's edges; forward has the loss in it, and FSDP2 synchronizes in
@@ -59,12 +50,6 @@ class LeaderboardRow(LeaderboardCell):
     during the measured steps, of the rank with the most (None on a CPU).
     """
 
-    status: str = "ok"
-    reason: str = ""
-    step_mean_ms: float | None = None
-    step_std_ms: float | None = None
-    step_median_ms: float | None = None
-    step_min_ms: float | None = None
     forward_ms: float | None = None
     backward_ms: float | None = None
     synchronization_ms: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cs336_systems.benchmarking.rank_arguments import nccl_label
+from cs336_systems.benchmarking.rank_cells import nccl_label
 from cs336_systems.benchmarking.report_rows import (
     Table,
     markdown_table,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from cs336_systems.configs import Attention, Optimizer, check
 
@@ -54,9 +53,3 @@ LARGEST_MB = 1e9  # a petabyte: torch counts bytes in 63 bits
 def check_mb(name: str, value: float, least: float, in_words: str) -> None:
     """Raises ValueError for a size in MB that no buffer has: infinite, not a number, or less than `least`."""
     check(least <= value <= LARGEST_MB, name, value, f"must be {in_words} and at most {LARGEST_MB:g}")
-
-
-def nccl_label(setting: Mapping[str, Any]) -> str:
-    """What a cell's label says of NCCL's options, e.g. ", 4 CTAs, high priority"; nothing for NCCL's own."""
-    ctas = f", {setting['max_ctas']} CTAs" if setting["max_ctas"] is not None else ""
-    return ctas + (", high priority" if setting["high_priority"] else "")

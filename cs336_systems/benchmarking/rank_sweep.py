@@ -14,7 +14,7 @@ from typing import Any
 from cs336_systems.benchmarking.into_files import resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
 from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
-from cs336_systems.configs import MODEL_SIZES, check
+from cs336_systems.configs import check, named_shape
 from cs336_systems.distributed.process_group import (
     DEFAULT_TIMEOUT_S,
     GroupOptions,
@@ -28,8 +28,6 @@ from cs336_systems.distributed.process_group import (
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile, check_writable
-
-_SHAPE = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 
 
 def run_rank_sweep(
@@ -114,16 +112,15 @@ def model_on_ranks(size: str, device: str, attention: str, **several: tuple[Any,
     """
     if launcher() is None:
         start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
-    check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
+    shape = named_shape(size)
     for flag, values in several.items():
         check(values != (), flag, "", "needs at least one value")
-    shape = {name: getattr(MODEL_SIZES[size], name) for name in _SHAPE}
     device = resolve_ranks_device(device)
     from cs336_systems.attention.model_attention import why_not
 
     missing = why_not(attention, device)
     check(missing is None, "attention", attention, str(missing))
-    return {"size": size, **shape, "attention": attention, "device": device}
+    return {**shape, "attention": attention, "device": device}
 
 
 def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from cs336_systems.accounting.training_memory import Sharding
-from cs336_systems.benchmarking.rank_arguments import nccl_label
-from cs336_systems.configs import BenchmarkCell, check
+from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_train_step, nccl_label
+from cs336_systems.configs import check
 
 Implementation = Literal["none", "ddp", "sharded-optimizer", "torch-ddp", "torch-zero", "fsdp", "torch-fsdp2"]
 # What each divides over the ranks, in the words of the memory formula.
@@ -26,7 +26,7 @@ MOMENTS = ("after build", "before optimizer step", "after optimizer step")
 
 
 @dataclass(frozen=True)
-class ShardingCell(BenchmarkCell):
+class ShardingCell(RankCell):
     """A train step of `world_size` ranks, `batch_size` sequences on each, with one implementation.
 
     `none` is the step without communication; `ddp` and `torch-ddp` keep everything whole (the project's bucketed
@@ -35,29 +35,23 @@ class ShardingCell(BenchmarkCell):
     weights, and for the last two bfloat16 weights and gradients in communication, float32 masters.
     """
 
-    world_size: int = 2
     implementation: Implementation = "sharded-optimizer"
     max_ctas: int | None = None
     high_priority: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        allowed = get_args(Implementation)
-        name = self.implementation
-        check(name in allowed, "implementation", name, f"must be one of {', '.join(allowed)}")
-        check(self.world_size >= 1, "world_size", self.world_size, "must be at least 1")
-        check(self.mode == "train-step", "mode", self.mode, "must be train-step")
-        check(self.precision != "fp16", "precision", self.precision, "must be fp32, tf32 or bf16 here")
+        check_train_step(self)
         check(
-            self.compile == "off" or DIVIDES[name] != "fsdp",
+            self.compile == "off" or DIVIDES[self.implementation] != "fsdp",
             "compile",
             self.compile,
-            f"must be off for {name}, whose hooks torch.compile must not span",
+            f"must be off for {self.implementation}, whose hooks torch.compile must not span",
         )
 
 
 @dataclass(frozen=True)
-class ShardingRow(ShardingCell):
+class ShardingRow(MeasuredStep, ShardingCell):
     """A cell and what it measured. Times are of the slowest rank.
 
     `optimizer_ms` is the optimizer's step by itself, with its communication. `peak_memory_gib` is the allocator's peak
@@ -67,12 +61,6 @@ class ShardingRow(ShardingCell):
     after the layer could have begun, `late_ms` later in all.
     """
 
-    status: str = "ok"
-    reason: str = ""
-    step_mean_ms: float | None = None
-    step_std_ms: float | None = None
-    step_median_ms: float | None = None
-    step_min_ms: float | None = None
     optimizer_ms: float | None = None
     tokens_per_s: float | None = None
     peak_memory_gib: float | None = None
