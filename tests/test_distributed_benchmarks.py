@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,12 +146,12 @@ def test_the_data_parallel_benchmark_on_the_cpu(tmp_path: Path) -> None:
 
 
 def _losses(context: RankContext, implementation: str) -> tuple[list[float], list[float]]:
-    from cs336_systems.benchmarking.data_parallel import BUCKETED, DataParallelStep, _no_phase
+    from cs336_systems.benchmarking.data_parallel import BUCKETED, DataParallelStep
 
     cell = _cell(implementation, bucket_size_mb=1.0 if implementation in BUCKETED else None)
     step = DataParallelStep(context, cell)
     for _ in range(2):
-        step(_no_phase)
+        step(nullcontext)
     return step.workload.model.lm_head.weight.flatten()[:5].tolist(), step.workload.inputs.flatten()[:5].tolist()
 
 

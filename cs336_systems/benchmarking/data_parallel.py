@@ -5,7 +5,6 @@ Handout, naive DDP, flat, overlapped and bucketed: time a step, time communicati
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -14,9 +13,9 @@ from typing import Any, Literal
 
 from cs336_systems.benchmarking.rank_arguments import check_mb
 from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_train_step, nccl_label
+from cs336_systems.benchmarking.rank_timing import slowest, time_whole_steps
 from cs336_systems.configs import check
 from cs336_systems.intervals import StepIntervals, covered_share, total_length
-from cs336_systems.records import Statistics
 
 Implementation = Literal[
     "none", "naive", "flat", "overlapped", "bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp"
@@ -162,44 +161,19 @@ def measure_data_parallel(
     `profile_step(step, device)` profiles one step; without it the results that need one are None. The result has the
     row's fields, and under "intervals" the profiled step's.
     """
-    import torch
-
-    from cs336_systems.benchmarking.timing import time_step
-
     step = DataParallelStep(context, cell)
-    on_gpu = context.device.type == "cuda"
-
-    def on_warm() -> None:
-        gc.collect()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(context.device)
-
-    def whole(_: Any) -> None:
-        step(_no_phase)  # the device runs from one phase into the next, as in training
-
-    times_ms = time_step(whole, cell.warmup, cell.steps, context.device, on_warm)["step"]
-    peak = torch.cuda.max_memory_allocated(context.device) / 2**30 if on_gpu else None
-    statistics = Statistics.of(_slowest(times_ms))
+    times = time_whole_steps(context, cell, step)
     parameters = [p for p in step.workload.model.parameters() if p.requires_grad]
     intervals = profile_step(step, context.device) if profile_step is not None else None
     return {
-        "step_mean_ms": statistics.mean,
-        "step_std_ms": statistics.std,
-        "step_median_ms": statistics.median,
-        "step_min_ms": statistics.min,
-        "tokens_per_s": cell.batch_size * cell.ctx * cell.world_size / statistics.median * 1e3,
+        **times,
         "communication_ms": _communication_ms(step, context.device),
         "n_collectives": _n_collectives(cell, step.model, len(parameters)),
         "gradient_mb": sum(p.numel() * p.element_size() for p in parameters) / 1e6,
-        "peak_memory_gib": max(_gathered(peak)) if peak is not None else None,
         "collective_ms": total_length(intervals.communication) if intervals is not None else None,
         "covered_share": covered_share(intervals.communication, intervals.backward) if intervals is not None else None,
         "intervals": asdict(intervals) if intervals is not None else None,
     }
-
-
-def _no_phase(_: str) -> Any:
-    return nullcontext()
 
 
 def _communication_ms(step: DataParallelStep, device: Any) -> float | None:
@@ -211,27 +185,15 @@ def _communication_ms(step: DataParallelStep, device: Any) -> float | None:
     timer = PhaseTimer(device)
     for _ in range(COMM_WARMUP + COMM_REPEATS):
         with step.model.no_sync():
-            step.compute_gradients(_no_phase)
+            step.compute_gradients(nullcontext)
         with timer("synchronization"):
             step.finish()
-    return Statistics.of(_slowest(timer.ms["synchronization"][COMM_WARMUP:])).median
+    return slowest(timer.ms["synchronization"][COMM_WARMUP:]).median
 
 
 def _n_collectives(cell: DataParallelCell, model: Any, n_parameters: int) -> int | None:
     by_name = {"none": 0, "naive": n_parameters, "flat": 1, "overlapped": n_parameters}
     return by_name.get(cell.implementation, getattr(model, "n_buckets", None))
-
-
-def _gathered(value: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _slowest(times_ms: list[float]) -> list[float]:
-    return [max(step) for step in zip(*_gathered(times_ms), strict=True)]
 
 
 def data_parallel_cells(

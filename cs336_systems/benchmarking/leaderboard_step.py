@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_basics.model import BasicsTransformerLM
 from cs336_systems.accounting.flops import model_flops_utilization, peak_tflops, train_step_flops
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell
-from cs336_systems.benchmarking.sharding import time_on_ranks
+from cs336_systems.benchmarking.rank_timing import time_phases, time_whole_steps
 from cs336_systems.checkpointing import CheckpointedSegment, checkpoint_blocks
 from cs336_systems.distributed.fsdp import FullyShardedDataParallel
 from cs336_systems.distributed.process_group import RankContext
@@ -133,7 +133,7 @@ def measure_leaderboard_step(context: RankContext, cell: LeaderboardCell) -> dic
     gc.collect()
     if on_gpu:  # the pieces of the whole model in float32, which was before the shards
         torch.cuda.empty_cache()
-    times, phases_ms = time_on_ranks(context, cell, step)
+    times, phases_ms = time_whole_steps(context, cell, step), time_phases(context, step)
     names = ("forward", "backward", "synchronization", "optimizer")
     flops = train_step_flops(cell.model_config(), cell.batch_size, cell.ctx, attention="causal")
     seconds = times["step_median_ms"] / 1e3

@@ -6,17 +6,14 @@ beside the formula; the time of a step; PyTorch's own in the same run.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 from cs336_systems.accounting.training_memory import training_memory
+from cs336_systems.benchmarking.rank_timing import of_all_ranks, time_phases, time_whole_steps
 from cs336_systems.benchmarking.sharding_cells import DIVIDES, IN_BUCKETS, MOMENTS, ShardingCell
 from cs336_systems.configs import CELL_PARAMETERS, BenchmarkCell
-from cs336_systems.records import Statistics
-
-PHASED_STEPS = 3
 
 
 class ShardingStep:
@@ -113,13 +110,13 @@ def measure_sharding(
     memory = MemoryLog(context, cell)
     step = ShardingStep(context, cell)
     memory.note(step, MOMENTS[0])
-    step(_no_phase)  # the optimizer's state is made
-    step.compute_gradients(_no_phase)
+    step(nullcontext)  # the optimizer's state is made
+    step.compute_gradients(nullcontext)
     memory.note(step, MOMENTS[1])
     step.optimizer.step()
     memory.note(step, MOMENTS[2])
 
-    times, phases_ms = time_on_ranks(context, cell, step)
+    times, phases_ms = time_whole_steps(context, cell, step), time_phases(context, step)
     profiled = profile_step(step, context.device) if profile_step is not None else {}
     return {
         **times,
@@ -127,44 +124,7 @@ def measure_sharding(
         "predicted_peak_gib": _formula(cell).peak / 2**30,
         "intervals": None,
         **profiled,
-        "memory": [row for of_rank in _of_all_ranks(memory.rows) for row in of_rank],
-    }
-
-
-def time_on_ranks(
-    context: Any, cell: Any, step: Callable[[Callable[[str], Any]], None]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """Warms up and times `step(phase)` as the cell says; a collective call, with the same numbers on every rank.
-
-    Returns a row's fields of time and memory, whose steps ran from one phase into the next as in training, and the
-    median milliseconds of each phase in steps that wait at each phase's edges. Times are of the slowest rank.
-    """
-    import torch
-
-    from cs336_systems.benchmarking.timing import time_step
-
-    def on_warm() -> None:
-        gc.collect()
-        if context.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(context.device)
-
-    times_ms = time_step(lambda _: step(_no_phase), cell.warmup, cell.steps, context.device, on_warm)["step"]
-    on_gpu = context.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(context.device) / 2**30 if on_gpu else None
-    phased = time_step(step, 0, PHASED_STEPS, context.device)
-    times, phases, peaks = zip(*_of_all_ranks((times_ms, phased, peak)), strict=True)
-    statistics = Statistics.of([max(repeat) for repeat in zip(*times, strict=True)])
-    measured = {
-        "step_mean_ms": statistics.mean,
-        "step_std_ms": statistics.std,
-        "step_median_ms": statistics.median,
-        "step_min_ms": statistics.min,
-        "tokens_per_s": cell.batch_size * cell.ctx * cell.world_size / statistics.median * 1e3,
-        "peak_memory_gib": max(peaks) if on_gpu else None,
-    }
-    return measured, {
-        name: Statistics.of([max(repeat) for repeat in zip(*(of_rank[name] for of_rank in phases), strict=True)]).median
-        for name in phased
+        "memory": [row for of_rank in of_all_ranks(memory.rows) for row in of_rank],
     }
 
 
@@ -237,15 +197,3 @@ def _formula(cell: ShardingCell) -> Any:
         num_devices=cell.world_size,
         keeps_gradients=cell.implementation in IN_BUCKETS,
     )
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _no_phase(_: str) -> Any:
-    return nullcontext()
