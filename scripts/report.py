@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.cli import parse, refusing_bad_input, tell
+from cs336_systems.cli import parse, tell
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,9 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.benchmarking.report import report
-    from cs336_systems.configs import check
-    from cs336_systems.records import NotWritten, check_writable, write_atomically
+    from cs336_systems.benchmarking.write_report import write_report
 
-    with refusing_bad_input():
-        check(not arguments.out.is_dir(), "out", str(arguments.out), "must be a file, and is a folder")
-        text = report(arguments.results, arguments.out.parent)
-        check_writable(arguments.out.parent)
-    try:
-        write_atomically(arguments.out, text)
-    except NotWritten as error:
-        tell(f"error: cannot write {arguments.out}: {error.strerror}; what was there is as it was")
-        raise SystemExit(1) from None
+    write_report(arguments.results, arguments.out)
     tell(f"Wrote {arguments.out}.")
 
 

@@ -50,26 +50,12 @@ def main() -> None:
         tell("\nInterrupted; the same command goes on from here.")
         raise SystemExit(130) from None
     finally:
-        _write_report(arguments.results)
+        from cs336_systems.benchmarking.write_report import write_documents
+
+        tell(f"Report: {write_documents(arguments.results)}")
     if failed:
         tell(f"Failed: {', '.join(failed)}. Their messages are above; the same command runs them again.")
         raise SystemExit(1)
-
-
-def _write_report(results: Path) -> None:
-    """The folder's report; for the repository's own results its README's tables too."""
-    from cs336_systems.benchmarking.readme_tables import fill_blocks
-    from cs336_systems.benchmarking.report import report
-    from cs336_systems.records import write_atomically
-
-    root = Path(__file__).resolve().parents[1]
-    is_own = results.resolve() == root / "results"
-    path = root / "REPORT.md" if is_own else results / "REPORT.md"
-    write_atomically(path, report(results, path.parent))
-    if is_own:
-        readme = root / "README.md"
-        write_atomically(readme, fill_blocks(readme.read_text(encoding="utf-8"), results))
-    tell(f"Report: {path}")
 
 
 if __name__ == "__main__":

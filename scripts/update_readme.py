@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.cli import parse, refusing_bad_input, tell
+from cs336_systems.cli import parse
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,9 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.benchmarking.readme_tables import fill_blocks
-    from cs336_systems.configs import check
-    from cs336_systems.records import NotWritten, write_atomically
+    from cs336_systems.benchmarking.write_report import write_readme
 
-    with refusing_bad_input():
-        check(arguments.results.is_dir(), "results", str(arguments.results), "must be a folder")
-        check(arguments.readme.is_file(), "readme", str(arguments.readme), "must be a file")
-        text = fill_blocks(arguments.readme.read_text(encoding="utf-8"), arguments.results)
-    try:
-        write_atomically(arguments.readme, text)
-    except NotWritten as error:
-        tell(f"error: cannot write {arguments.readme}: {error.strerror}; it is as it was")
-        raise SystemExit(1) from None
+    write_readme(arguments.results, arguments.readme)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""Writes the report and the README's tables anew from the rows of a results folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cs336_systems.benchmarking.readme_tables import fill_blocks
+from cs336_systems.benchmarking.report import report
+from cs336_systems.cli import refusing_bad_input, tell
+from cs336_systems.configs import check
+from cs336_systems.records import NotWritten, check_writable, write_atomically
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_report(results: Path, out: Path) -> None:
+    """The report into the file `out`. Bad input ends the program with status 2, and what cannot be written with 1."""
+    with refusing_bad_input():
+        check(not out.is_dir(), "out", str(out), "must be a file, and is a folder")
+        text = report(results, out.parent)
+        check_writable(out.parent)
+    _write(out, text)
+
+
+def write_readme(results: Path, readme: Path) -> None:
+    """The tables into the blocks of the file `readme`; bad input and errors as `write_report`."""
+    with refusing_bad_input():
+        check(results.is_dir(), "results", str(results), "must be a folder")
+        check(readme.is_file(), "readme", str(readme), "must be a file")
+        text = fill_blocks(readme.read_text(encoding="utf-8"), results)
+    _write(readme, text)
+
+
+def write_documents(results: Path) -> Path:
+    """The report into its folder of results; of the repository's own into the repository's, and its README's tables
+    too. Returns the report's path."""
+    is_own = results.resolve() == _ROOT / "results"
+    path = (_ROOT if is_own else results) / "REPORT.md"
+    write_report(results, path)
+    if is_own:
+        write_readme(results, _ROOT / "README.md")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text)
+    except NotWritten as error:
+        tell(f"error: cannot write {path}: {error.strerror}; what was there is as it was")
+        raise SystemExit(1) from None
