@@ -56,6 +56,7 @@ def main() -> None:
         mode="forward-backward",
         num_layers=1,
         steps=1,
+        whole_model=False,
         **options,
     )
 

@@ -93,6 +93,32 @@ def training_memory(
     )
 
 
+def step_peak_bytes(
+    config: ModelShape,
+    batch_size: int,
+    context_length: int,
+    mode: Literal["forward", "forward-backward", "train-step"] = "train-step",
+    precision: Precision = "fp32",
+    attention: Attention = "naive",
+    checkpoint_every: int | None = None,
+) -> int:
+    """`training_memory`'s peak on one device for a step of one mode; without an optimizer there are no moments.
+
+    A forward step keeps nothing for backward: beside the weights there are, at the least, the logits, or plain
+    attention's two (batch, heads, N, N) tensors of one block. Raises ValueError as `training_memory`.
+    """
+    step = (config, batch_size, context_length, precision, attention)
+    memory = training_memory(*step, checkpoint_every)
+    if mode == "train-step":
+        return memory.peak
+    if mode == "forward-backward":
+        return memory.peak - memory.optimizer_state
+    block = block_saved_tensors(*step)
+    scores = sum(block.get(f"attention {name}", 0) for name in ("exponentials", "probabilities"))
+    logits = batch_size * context_length * config.vocab_size * compute_bytes(precision)
+    return memory.parameters + max(scores, logits)
+
+
 def fsdp_gathered_bytes(config: ModelShape, precision: Precision, layers_ahead: int = 2) -> int:
     """Whole weights on a device at once under FSDP at most: the layer in use and `layers_ahead` gathered before use.
 

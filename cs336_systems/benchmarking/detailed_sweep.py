@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.before_work import check_models, check_runs_here, does_not_fit
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.model_benchmark import cell_label
 from cs336_systems.benchmarking.sweep import run_sweep
@@ -25,18 +26,21 @@ def run_detailed_sweep(
     device: str,
     out: Path,
     resume: bool,
+    whole_model: bool = True,
     **parameters: Any,
 ) -> list[Any]:
     """Measures the product of sizes and `parameters` (`named_cells`) into files under `out`; returns the rows.
 
     `details` are the second file's name, its row type, and the key under which a measurement has its rows
-    (`DetailRows`). `write_files(rows, details)` writes the tables of both, and returns what a person reads.
+    (`DetailRows`). `write_files(rows, details)` writes the tables of both, and returns what a person reads. Where no
+    `whole_model` is run, memory is not checked beforehand.
     """
     detail_rows: list[DetailRows] = []
 
     def sweep(cells: list[Any], results: ResultsFile) -> None:
         detail_rows.append(DetailRows(results, *details, resume))
-        run_sweep(cells, measure, results, cell_label, detail_rows[0].complete)
+        known = does_not_fit if whole_model else lambda cell: None
+        run_sweep(cells, measure, results, cell_label, detail_rows[0].complete, known)
 
     return measure_into_files(
         command,
@@ -48,4 +52,5 @@ def run_detailed_sweep(
         device=device,
         out=out,
         resume=resume,
+        check_cells=check_models if whole_model else check_runs_here,
     )

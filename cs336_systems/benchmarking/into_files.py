@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.before_work import check_models
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
@@ -25,18 +26,20 @@ def measure_into_files(
     device: str,
     out: Path,
     resume: bool,
+    check_cells: Callable[[list[Any]], None] = check_models,
 ) -> list[Any]:
     """From arguments to files under `out`: check, measure, print the tables; returns the rows.
 
-    `make_cells(device)` raises ValueError for what cannot be, `sweep` measures, and `write_files` writes all but the
-    JSON file and returns what a person reads. Bad input ends the program with status 2 before anything is built; Ctrl-C
-    and errors leave the rows so far on disk.
+    `make_cells(device)` raises ValueError for what cannot be, as does `check_cells(cells)` for what cannot be on this
+    machine; `sweep` measures, and `write_files` writes all but the JSON file and returns what a person reads. Bad input
+    ends the program with status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk.
     """
     with refusing_bad_input():
         make_cells("cuda" if device == "auto" else device)
         check_writable(out)
         device, provenance = resolve_device(device, command)
         cells = make_cells(device)
+        check_cells(cells)
         results = ResultsFile(out, name, row_type, provenance, resume=resume)
     sweep_into_files(results, lambda: sweep(cells, results), write_files)
     return results.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.before_work import check_models
 from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.layer_norm_precision import (
@@ -62,6 +63,8 @@ def run_mixed_precision(
         device, provenance = resolve_device(device, command)
         sizes = size or (GPU_SIZES if device.startswith("cuda") else CPU_SIZES)
         cells = named_cells(sizes, device=device, **parameters)
+        if "benchmark" in part:
+            check_models(cells)
         results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume) if "benchmark" in part else None
     if "accumulation" in part:
         _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
 from cs336_systems.records import ResultsFile, is_row_of
 
@@ -22,6 +23,7 @@ def run_sweep(
     results: ResultsFile,
     label: Callable[[Any], str] = str,
     complete: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda cell, measured: measured,
+    known: Callable[[Any], Outcome | None] = does_not_fit,
 ) -> None:
     """Adds to `results` one row a cell, in order, skipping cells whose row is there already.
 
@@ -33,6 +35,7 @@ def run_sweep(
             Out of memory is a result, so such a row is not measured again; one whose process was killed is.
         label: what the progress bar calls a cell.
         complete: called as `complete(cell, measured)` in this process; returns the row's results.
+        known: what becomes of a cell, where that can be said without measuring it.
 
     Raises:
         RuntimeError: a measurement failed otherwise than by memory; the rows so far are on disk.
@@ -42,8 +45,10 @@ def run_sweep(
     with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))
-            with _compile_caches(getattr(cell, "cold_caches", False)) as environment:
-                outcome = run_isolated(measure, cell, environment=environment)
+            outcome = known(cell)
+            if outcome is None:
+                with _compile_caches(getattr(cell, "cold_caches", False)) as environment:
+                    outcome = run_isolated(measure, cell, environment=environment)
             results.append(make_row(results.row_type, cell, outcome, complete(cell, outcome.value or {})))
             bar.update()
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check, named_cell
+from cs336_systems.feasibility import check_memory, missing_here
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
-from cs336_systems.records import ResultsFile, Unsupported, check_writable
+from cs336_systems.records import ResultsFile, check_writable
 
 
 def run_kernels(
@@ -38,12 +39,16 @@ def run_kernels(
             device = "cuda" if has_gpu else "cpu"
         check(device == "cpu" or (device.startswith("cuda") and has_gpu), "device", device, "is not on this machine")
         cell = named_cell(size, ctx, device=device, **parameters)
+        missing = missing_here([cell])
+        if missing:
+            raise ValueError(missing)
+        check_memory([cell])
         row = benchmark_row(benchmark, cell)
         results = ResultsFile(out, "steps", StepRow, collect_provenance(command, device))
     name = cell_name(cell)
     try:
         recorded = profile_workload(Workload(cell))
-    except (torch.OutOfMemoryError, Unsupported) as error:
+    except torch.OutOfMemoryError as error:
         print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(1) from None
     analysis = analyze(read_torch_trace(recorded, name), row)
