@@ -59,23 +59,15 @@ def main() -> None:
     from cs336_systems.profiling.nested_checkpointing import NestedRow, nested_cells, run_nested_sweep, write_nested
 
     parts, layers = options.pop("part"), options.pop("layers")
-    if "nested" in parts:  # refused before the model's part is measured
-        with refusing_bad_input():
-            nested_cells(layers)
+    with refusing_bad_input():  # refused before the model's part is measured
+        nested = nested_cells(layers) if "nested" in parts else []
     if "model" in parts:
         run_checkpointing(command_line(), **options)
     if "nested" in parts:
         measure_into_files(
-            command_line(),
-            "nested",
-            NestedRow,
-            lambda device: nested_cells(layers),
-            run_nested_sweep,
-            write_nested,
-            device="cpu",
-            out=options["out"],
-            resume=options["resume"],
-        )
+            command_line(), "nested", NestedRow, lambda device: nested, run_nested_sweep, write_nested,
+            device="cpu", out=options["out"], resume=options["resume"],
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
