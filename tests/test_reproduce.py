@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +149,13 @@ def test_steps_and_report_name_the_same_folders():
 def test_every_step_has_a_guess_where_it_runs():
     guesses = [(step, machine) for step in STEPS for machine in MACHINES if step.arguments(machine)]
     assert [(step.folder, machine) for step, machine in guesses if not step.seconds[machine]] == []
+
+
+def test_a_step_resumes_where_its_script_can():
+    scripts = Path(reproduce.__file__).parents[2] / "scripts"
+    for step in STEPS:
+        text = (scripts / f"{step.script}.py").read_text()
+        assert step.resumes == ("    resume: bool" in text or "(RankArguments)" in text), step.folder
 
 
 def test_an_unknown_step_is_refused(run_script):
