@@ -117,7 +117,7 @@ def assert_same(theirs: dict[str, Tensor], expected: nn.Module, atol: float, wha
 
 def resident(model: Any) -> list[str]:
     """Names of the weights whose whole has memory."""
-    return [w.name for w in model._weights if w._gathered.untyped_storage().nbytes() > 0]
+    return [w.name for w in model._weights if w.gathered.untyped_storage().nbytes() > 0]
 
 
 def expected_rows(n_rows: int, rank: int, world_size: int) -> int:

@@ -63,7 +63,7 @@ MUTATIONS = [
     Mutation("FSDP's replicated gradients are not averaged", _D + "fsdp.py",
              "        self._replicated[0].finish_gradient_synchronization()\n", "", "test_fsdp.py"),
     Mutation("FSDP keeps whole weights", _D + "fsdp_weight.py",
-             "            self._gathered.untyped_storage().resize_(0)\n", "", "test_fsdp_memory.py"),
+             "            self.gathered.untyped_storage().resize_(0)\n", "", "test_fsdp_memory.py"),
     Mutation("FSDP sums gradients where it should average", _D + "fsdp_weight.py",
              "            gradient.div_(self._group.size())\n", "            pass\n", "test_fsdp.py"),
     Mutation("a phase is not synchronised before its clock starts", "cs336_systems/benchmarking/timing.py",

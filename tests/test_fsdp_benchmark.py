@@ -118,7 +118,8 @@ def annotation(name: str, start: float, duration: float) -> dict[str, Any]:
 
 
 def test_read_gathers() -> None:
-    """Layer a's gather ends before the kernel ahead of it does; b's after; c needs none; d's before its own launch."""
+    """Layer a's gather ends before the kernel ahead of it does; b's after; c needs none; d's before its own launch;
+    e and f are gathered by one kernel, which ends after e could have begun."""
     gather = "ncclDevKernel_AllGather_RING_LL(args)"
     events = [
         annotation("fsdp gather a", 0.0, 10.0),
@@ -137,13 +138,22 @@ def test_read_gathers() -> None:
         *kernel(gather, 96.0, 2105.0, 100.0, 8),
         annotation("fsdp use d", 110.0, 1.0),
         *kernel("layer d", 9000.0, 9001.0, 100.0, 9),
+        annotation("fsdp gather e", 9010.0, 10.0),
+        annotation("fsdp gather f", 9011.0, 8.0),
+        *kernel(gather, 9015.0, 9110.0, 90.0, 10),
+        annotation("fsdp use e", 9030.0, 1.0),
+        *kernel("layer e", 9040.0, 9200.0, 50.0, 11),
+        annotation("fsdp use f", 9050.0, 1.0),
+        *kernel("layer f", 9060.0, 9250.0, 50.0, 12),
     ]
     timings = read_gathers({"traceEvents": events})
-    assert [timing.weight for timing in timings] == ["a", "b", "d"]
-    assert [timing.late_ms for timing in timings] == pytest.approx([0.0, 0.005, 0.0])
+    assert [timing.weight for timing in timings] == ["a", "b", "d", "e", "f"]
+    assert [timing.late_ms for timing in timings] == pytest.approx([0.0, 0.005, 0.0, 0.099, 0.0])
     # b's layer lasts until c's begins; its reduce-scatter is no kernel of the layer.
-    assert [(t.gather_start_ms, t.gather_end_ms) for t in timings] == [(0.005, 1.005), (1.005, 2.005), (2.105, 2.205)]
-    assert [(t.layer_start_ms, t.layer_end_ms) for t in timings] == [(2.0, 2.0), (2.005, 2.105), (9.001, 9.101)]
+    gathers = [(0.005, 1.005), (1.005, 2.005), (2.105, 2.205), (9.11, 9.2), (9.11, 9.2)]
+    assert [(t.gather_start_ms, t.gather_end_ms) for t in timings] == gathers
+    layers = [(2.0, 2.0), (2.005, 2.105), (9.001, 9.101), (9.2, 9.25), (9.25, 9.3)]
+    assert [(t.layer_start_ms, t.layer_end_ms) for t in timings] == layers
     assert read_gathers({"traceEvents": [annotation("fsdp use a", 0.0, 1.0)]}) == []
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.distributed import fsdp_schedule
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.fsdp_schedule import MAX_PENDING_GRADIENTS, N_AHEAD, UseOrder, WeightManager
-from cs336_systems.distributed.fsdp_weight import PendingGradient, ShardedWeight
+from cs336_systems.distributed.fsdp_schedule import N_AHEAD, REDUCED_TOGETHER, UseOrder, WeightManager
+from cs336_systems.distributed.fsdp_weight import PendingGradients, ShardedWeight, WeightCollectives
 from cs336_systems.distributed.process_group import RankContext
 from tests.distributed_helpers import CountedCollectives, run_gloo
 from tests.fsdp_helpers import Checkpointed, Mixed, build, loss_on, resident, transformer
@@ -31,11 +33,11 @@ class Log:
         self._resident: set[str] = set()
         self._n_pending = 0
         for owner, method, record in (
-            (ShardedWeight, "start_gather", lambda weight: self._gather(weight)),
+            (WeightCollectives, "start_gather", lambda _, weights: self._gather(weights)),
             (ShardedWeight, "free", lambda weight: self._free(weight)),
             (WeightManager, "acquire", lambda manager, weight: self.events.append(("use", weight.name))),
-            (ShardedWeight, "start_reduce_scatter", lambda weight: self._reduce(weight, 1)),
-            (PendingGradient, "finish", lambda pending: self._reduce(pending.weight, -1)),
+            (WeightCollectives, "start_reduce_scatter", lambda _, weights, gradients: self._reduce(weights, 1)),
+            (PendingGradients, "finish", lambda pending: self._reduce(pending.weights, -1)),
         ):
             monkeypatch.setattr(owner, method, self._before(getattr(owner, method), record))
 
@@ -46,19 +48,21 @@ class Log:
 
         return recorded
 
-    def _gather(self, weight: ShardedWeight) -> None:
-        assert not weight.is_resident, f"{weight.name} is gathered twice"
-        self.events.append(("gather", weight.name))
-        self._resident.add(weight.name)
+    def _gather(self, weights: Sequence[ShardedWeight]) -> None:
+        for weight in weights:
+            assert not weight.is_resident, f"{weight.name} is gathered twice"
+            self.events.append(("gather", weight.name))
+            self._resident.add(weight.name)
         self.most_resident = max(self.most_resident, len(self._resident))
 
     def _free(self, weight: ShardedWeight) -> None:
         self.events.append(("free", weight.name))
         self._resident.discard(weight.name)
 
-    def _reduce(self, weight: ShardedWeight, change: int) -> None:
-        self.events.append(("reduce" if change > 0 else "reduced", weight.name))
-        self._n_pending += change
+    def _reduce(self, weights: Sequence[ShardedWeight], change: int) -> None:
+        for weight in weights:
+            self.events.append(("reduce" if change > 0 else "reduced", weight.name))
+            self._n_pending += change
         self.most_pending = max(self.most_pending, self._n_pending)
 
     def names(self, kind: str) -> list[str]:
@@ -75,9 +79,11 @@ def step(model: FSDP, context: RankContext, i_step: int = 0) -> None:
     model.finish_gradient_synchronization()
 
 
-def gathers_ahead(context: RankContext) -> None:
-    """From the second step on each use begins the gather of the next but one, and at most three weights are whole."""
+def gathers_ahead(context: RankContext, alone_bytes: int) -> None:
+    """From the second step on weights are gathered before their use, and at most three are whole. The gathers of large
+    ones begin two uses early; those of small ones, which are gathered in pairs, one or two."""
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(fsdp_schedule, "ALONE_BYTES", alone_bytes)
         log = Log(monkeypatch)
         model = FSDP(build(transformer, 0))
         log.clear()
@@ -89,11 +95,14 @@ def gathers_ahead(context: RankContext) -> None:
         step(model, context)
         assert log.names("use") == uses
         assert log.most_resident == 1 + N_AHEAD
-        assert log.most_pending <= MAX_PENDING_GRADIENTS
+        assert log.most_pending <= REDUCED_TOGETHER
         # lm_head, the last in forward and the first in backward, stays; so do its neighbours, gathered ahead.
         gathers = log.names("gather")
         assert gathers == [name for name, before in zip(uses, [None, *uses], strict=False) if name != before]
-        # When a use begins, its weight and the next use's are there or on their way (but at the step's first).
+        # lm_head's weight is gathered once, though forward ends with it and backward begins with it.
+        assert gathers.count("lm_head.weight") == 1
+        # When a use begins, its weight is there or on its way, and the next use's if large (but at the step's first).
+        n_there = 1 if alone_bytes else N_AHEAD
         there: set[str] = set()
         position = 0
         for event, name in log.events:
@@ -102,35 +111,42 @@ def gathers_ahead(context: RankContext) -> None:
             elif event == "free":
                 there.discard(name)
             elif event == "use":
-                assert position == 0 or set(uses[position : position + N_AHEAD]) <= there
+                assert position == 0 or set(uses[position : position + n_there]) <= there
                 position += 1
         assert log.names("reduce") == log.names("reduced")
         assert len(log.names("reduce")) == N_LINEAR + 1
-        # Gradients leave while backward goes on: all but the last have been asked for before the last use.
+        # Gradients leave in pairs while backward goes on: before the last use all but the last and one that waits have.
         last_use = max(i for i, event in enumerate(log.events) if event[0] == "use")
-        assert sum(event[0] == "reduce" for event in log.events[:last_use]) == N_LINEAR - 1
+        assert sum(event[0] == "reduce" for event in log.events[:last_use]) == N_LINEAR - 2
 
 
 def counts_collectives(context: RankContext) -> None:
-    """A gather a use but the embedding's in backward, a reduce-scatter a weight, one all-reduce of all else."""
-    model = FSDP(build(transformer, 0))
-    for first in (True, False):
-        model.zero_grad()
-        loss = loss_on(model, 0, context.rank, context.world_size)
-        with CountedCollectives() as counts:  # which sees the calling thread: on the CPU backward runs in it
-            loss.backward()
-            model.finish_gradient_synchronization()
-        assert counts.by_name["_reduce_scatter_base_"] == N_LINEAR + 1
-        assert counts.by_name["allreduce_"] == 1
-        # In the second step forward has begun with two, and kept lm_head.
-        assert counts.by_name["_allgather_base_"] == (N_LINEAR if first else N_LINEAR - N_AHEAD)
+    """A step's collectives: its gathers, alone and in pairs, reduce-scatters in pairs, one all-reduce of all else."""
+    by_alone_bytes = {
+        0: (2 * N_LINEAR, 0),  # a gather a use but the embedding's in backward, and lm_head's is one
+        # Attention's weights in pairs, two a block: (q, k) and (v, o), and backward (o, v) and (k, q).
+        12 * 8 * 4: (2 * N_LINEAR - 8 * N_LAYERS, 4 * N_LAYERS),
+        2**30: (2, N_LINEAR - 1),
+    }
+    odd = (N_LINEAR + 1) % 2
+    averages = {"reduce_scatter_tensor_coalesced_": (N_LINEAR + 1) // 2, "_reduce_scatter_base_": odd, "allreduce_": 1}
+    for alone_bytes, (n_alone, n_pairs) in by_alone_bytes.items():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(fsdp_schedule, "ALONE_BYTES", alone_bytes)
+            model = FSDP(build(transformer, 0))
+            step(model, context)  # learns the order
+            with CountedCollectives() as counts:  # which sees the calling thread: on the CPU backward runs in it
+                step(model, context)
+        gathers = {"_allgather_base_": n_alone, "allgather_into_tensor_coalesced_": n_pairs}
+        assert counts.by_name == Counter(averages | gathers), (alone_bytes, counts.by_name)
     tied = FSDP(build(partial(Mixed, tied=True), 0))
     loss = loss_on(tied, 0, context.rank, context.world_size)
     with CountedCollectives() as counts:
         loss.backward()
         tied.finish_gradient_synchronization()
     # Tied and twice-used weights' gradients travel once: embedding, positions, first, twice, narrow, widen.
-    assert counts.by_name["_reduce_scatter_base_"] == 6
+    assert counts.by_name["reduce_scatter_tensor_coalesced_"] == 3
+    assert counts.by_name["_reduce_scatter_base_"] == 0
 
 
 def frees_saved_tensors(context: RankContext) -> None:
@@ -138,7 +154,7 @@ def frees_saved_tensors(context: RankContext) -> None:
     for compute_dtype in (None, torch.bfloat16):
         model = FSDP(build(transformer, 0), compute_dtype=compute_dtype)
         saved: list[torch.Tensor] = []
-        whole = {weight._gathered.untyped_storage()._cdata for weight in model._weights}
+        whole = {weight.gathered.untyped_storage()._cdata for weight in model._weights}
 
         def pack(tensor: torch.Tensor, whole: set[int] = whole, saved: list[torch.Tensor] = saved) -> torch.Tensor:
             if tensor.untyped_storage()._cdata in whole:
@@ -211,7 +227,8 @@ def another_order(context: RankContext) -> None:
 
 def all_cases(context: RankContext) -> None:
     torch.set_num_threads(1)
-    gathers_ahead(context)
+    gathers_ahead(context, alone_bytes=0)
+    gathers_ahead(context, alone_bytes=2**30)
     counts_collectives(context)
     frees_saved_tensors(context)
     bounded_with_checkpointing(context)

@@ -77,7 +77,7 @@ class FullyShardedDataParallel(nn.Module):
         layers = [(name, layer) for name, layer in module.named_modules() if _is_sharded(name, layer)]
         check_same_module(module, group)
         broadcast_module(module, group)
-        self._manager = WeightManager()
+        self._manager = WeightManager(group)
         module.register_forward_pre_hook(self._before_module, with_kwargs=True)
         by_parameter: dict[nn.Parameter, ShardedWeight] = {}
         for name, layer in layers:
@@ -86,7 +86,7 @@ class FullyShardedDataParallel(nn.Module):
                 weight = ShardedWeight(f"{name}.weight".lstrip("."), parameter, compute_dtype, group)
                 weight.full.register_post_accumulate_grad_hook(partial(_gradient_is_ready, self._manager, weight))
                 by_parameter[parameter] = weight
-            self._register_layer(layer, by_parameter[parameter])
+            self._gather_around(layer, by_parameter[parameter])
         self._layers = [(layer, by_parameter[layer.weight]) for _, layer in layers]
         self._weights = list(by_parameter.values())
         self._register_casts()
@@ -120,46 +120,36 @@ class FullyShardedDataParallel(nn.Module):
             return values
         if len(values) == 1 and isinstance(values, tuple) and isinstance(values[0], Tensor):
             # What nearly every layer is called with; tree_map would take longer than the launch of a kernel.
-            return (values[0].to(self.compute_dtype),) if values[0].is_floating_point() else values
+            if values[0].dtype is self.compute_dtype or not values[0].is_floating_point():
+                return values
+            return (values[0].to(self.compute_dtype),)
         return tree_map(lambda v: v.to(self.compute_dtype) if _is_floating(v) else v, values)
 
-    def _register_layer(self, layer: nn.Module, weight: ShardedWeight) -> None:
-        """Hooks that put the whole weight into the layer for the time of its forward.
+    def _gather_around(self, layer: nn.Module, weight: ShardedWeight) -> None:
+        """Replace the layer's forward by one that puts the whole weight into the layer while it runs.
 
         It is put into the instance's dictionary, where attributes are looked up before a module's parameters: the
-        parameter stays registered, under its name, all the time.
+        parameter stays registered, under its name, all the time. Hooks before and after forward would do the same in
+        twice the time.
         """
-        manager = self._manager
+        manager, forward = self._manager, layer.forward
         needs_weight_in_backward = not isinstance(layer, _EMBEDDING)
 
-        def before(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def forward_with_whole_weight(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self._cast(args), self._cast(kwargs)
             manager.acquire(weight)
-            use = Use(manager, weight)
-            weight.full.requires_grad_(weight.shard.requires_grad)
-            full = weight.full.view_as(weight.full)
-            if full.requires_grad:
-                full.register_hook(use.end_backward)
-            else:
-                for value in (*args, *kwargs.values()):
-                    if isinstance(value, Tensor) and value.requires_grad:
-                        value.register_hook(use.end_backward)
-            layer.__dict__["weight"] = full
-            layer.__dict__["_use"] = use
-            return args, kwargs
-
-        def after(layer: nn.Module, args: tuple, output: Any) -> None:
-            use = layer.__dict__.pop("_use", None)
-            if use is None:  # gathering failed
-                return
-            del layer.__dict__["weight"]
-            manager.release(weight)
-            if needs_weight_in_backward and isinstance(output, Tensor) and output.requires_grad:
+            try:
+                use = Use(manager, weight)
+                layer.__dict__["weight"] = use.weight_for_forward((*args, *kwargs.values()))
+                output = forward(*args, **kwargs)
+            finally:  # also when forward raises, as it does where activation checkpointing has computed all it needs
+                layer.__dict__.pop("weight", None)
+                manager.release(weight)
+            if needs_weight_in_backward and output.requires_grad:
                 output.register_hook(use.begin_backward)
+            return output
 
-        layer.register_forward_pre_hook(before, with_kwargs=True)
-        # Also when forward raises, as it does where activation checkpointing has computed all it needs again.
-        layer.register_forward_hook(after, always_call=True)
+        layer.forward = forward_with_whole_weight
 
     def _register_casts(self) -> None:
         """With a compute_dtype, layers see their replicated parameters (biases, norms) in it."""

@@ -6,15 +6,20 @@ computes again. So the order is recorded, not derived from the model, and follow
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from cs336_systems.distributed.fsdp_weight import PendingGradient, ShardedWeight
+from cs336_systems.distributed.fsdp_weight import PendingGradients, ShardedWeight, WeightCollectives
 
 N_AHEAD = 2
-# Reduce-scatters on their way; each keeps a whole weight's gradient alive.
-MAX_PENDING_GRADIENTS = 2
+# Of a smaller whole weight a collective's fixed cost is the larger part: it is gathered with its successor. A larger
+# one travels long enough that it had better go early.
+ALONE_BYTES = 8 * 2**20
+# Gradients in a reduce-scatter. As many whole ones are on their way, and one less waits for company.
+REDUCED_TOGETHER = 2
 
 
 class UseOrder:
@@ -51,12 +56,15 @@ class UseOrder:
 class WeightManager:
     """Keeps resident the weights that are in use and those expected next, and no others."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._collectives = WeightCollectives(group)
         self._order = UseOrder()
         self._ahead: list[ShardedWeight] = []
         self._resident: list[ShardedWeight] = []
-        self._pending: deque[PendingGradient] = deque()
-        self._backward_uses: dict[int, list[Use]] = {}  # by the backward pass that holds them
+        self._ready: list[tuple[ShardedWeight, Tensor]] = []  # gradients that wait for company
+        self._pending: PendingGradients | None = None
+        self._backward_uses: dict[int, dict[Use, None]] = {}  # by the backward pass that holds them, in order
+        self._seen: set[ShardedWeight] = set()  # by this forward pass, with gradients
 
     def begin_forward(self) -> None:
         """A forward pass of the whole module begins; what was gathered before may be out of date."""
@@ -66,22 +74,48 @@ class WeightManager:
         self._ahead = []
         self._free_unused()
         self._order.begin(torch.is_grad_enabled())
+        self._seen.clear()
+
+    def is_first_use(self, weight: ShardedWeight) -> bool:
+        """Whether this forward pass has not asked for the weight before."""
+        is_first = weight not in self._seen
+        self._seen.add(weight)
+        return is_first
 
     def acquire(self, weight: ShardedWeight) -> None:
         """Make the weight available from now until `release`; begin to gather the next ones."""
-        self._ahead = self._order.record(weight)
         weight.n_users += 1
-        self._free_unused()
-        for needed in (weight, *self._ahead):
-            if not needed.is_resident:
-                self._resident.append(needed)
-                needed.start_gather()
+        expected, self._ahead = self._ahead, self._order.record(weight)
+        if expected and expected[0] is not weight:
+            self._free_unused()
+        if not weight.is_resident:
+            self.start_gather([weight])
+        missing = [ahead for ahead in self._ahead if not ahead.is_resident]
+        if missing:
+            self._gather_ahead(missing)
         weight.wait()
+
+    def _gather_ahead(self, missing: list[ShardedWeight]) -> None:
+        """Begin to gather what of the next two uses is not there: small weights in pairs, others as soon as may be."""
+        if len(missing) == 2 and _go_together(*missing):
+            self.start_gather(missing)
+            return
+        for weight in missing:
+            is_next = weight is self._ahead[0]
+            if not weight.is_resident and (is_next or weight.n_bytes >= ALONE_BYTES):  # it can be both of the next
+                self.start_gather([weight])
+
+    def start_gather(self, weights: list[ShardedWeight]) -> None:
+        """Begin to gather weights that are not resident, in one collective."""
+        self._resident += weights
+        self._collectives.start_gather(weights)
 
     def release(self, weight: ShardedWeight) -> None:
         """The weight's use has ended; free it unless another lasts or one of the next needs it."""
         weight.n_users -= 1
-        self._free_unused()
+        if weight.n_users == 0 and weight not in self._ahead:
+            self._resident.remove(weight)
+            weight.free()
 
     def _free_unused(self) -> None:
         for weight in [w for w in self._resident if w.n_users == 0 and w not in self._ahead]:
@@ -93,17 +127,18 @@ class WeightManager:
     def acquire_for_backward(self, use: Use) -> None:
         """As `acquire`, until `release_from_backward` or the end of the backward pass, whichever comes first."""
         backward_pass = torch._C._current_graph_task_id()
-        if backward_pass not in self._backward_uses:
-            self._backward_uses[backward_pass] = []
+        uses = self._backward_uses.get(backward_pass)
+        if uses is None:
+            uses = self._backward_uses[backward_pass] = {}
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward_pass))
-        self._backward_uses[backward_pass].append(use)
+        uses[use] = None
         self.acquire(use.weight)
 
     def release_from_backward(self, use: Use) -> None:
         """The use's share of backward is done; does nothing for a use that holds nothing."""
-        uses = self._backward_uses.get(torch._C._current_graph_task_id(), [])
-        if use in uses:
-            uses.remove(use)
+        uses = self._backward_uses.get(torch._C._current_graph_task_id())
+        if uses is not None and use in uses:
+            del uses[use]
             self.release(use.weight)
 
     def _end_backward(self, backward_pass: int) -> None:
@@ -113,30 +148,74 @@ class WeightManager:
         self._free_unused()
 
     def gradient_is_ready(self, weight: ShardedWeight) -> None:
-        """Begin to average the weight's gradient, which is complete; finish the oldest, so that few are alive."""
-        while len(self._pending) >= MAX_PENDING_GRADIENTS:
-            self._pending.popleft().finish()
-        self._pending.append(weight.start_reduce_scatter())
+        """The weight's gradient is complete, so backward has done with the weight. Begin to average it, two gradients
+        in a collective; finish the last two, so that few are alive."""
+        uses = self._backward_uses.get(torch._C._current_graph_task_id(), {})
+        for use in [use for use in uses if use.weight is weight]:
+            del uses[use]
+            self.release(weight)
+        gradient = weight.take_gradient()
+        if self._ready and self._ready[0][1].dtype != gradient.dtype:
+            self._reduce_ready()
+        self._ready.append((weight, gradient))
+        if len(self._ready) == REDUCED_TOGETHER:
+            self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
+        self._finish_pending()
+        weights, gradients = zip(*self._ready, strict=True)
+        self._ready = []
+        self._pending = self._collectives.start_reduce_scatter(weights, list(gradients))
+
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
 
     def finish_gradients(self) -> None:
         """Every shard's gradient is there afterwards, and no whole weight, since the shards are about to change."""
         self._ahead = []
         self._free_unused()
-        while self._pending:
-            self._pending.popleft().finish()
+        if self._ready:
+            self._reduce_ready()
+        self._finish_pending()
+
+
+def _go_together(first: ShardedWeight, second: ShardedWeight) -> bool:
+    is_small = first.n_bytes < ALONE_BYTES and second.n_bytes < ALONE_BYTES
+    return is_small and first is not second and first.dtype == second.dtype
 
 
 class Use:
     """One use of a weight in one forward pass, and what autograd calls when backward reaches it.
 
     `begin_backward` is a hook on the layer's output: its gradient is there, and next the layer's own backward will look
-    at the weight. `end_backward` is a hook on the view of the weight that this use computed with (its gradient is
-    there, so whatever had saved the view has run), or, for a frozen weight, on the layer's input.
+    at the weight. The use ends when the weight's gradient is complete; for all but the pass's first use of a weight,
+    which comes last in backward, `end_backward` ends it before: a hook on the view of the weight that it computed with
+    (its gradient is there, so whatever had saved the view has run), or, for a frozen weight, on the layer's input.
     """
+
+    __slots__ = ("_manager", "weight")
 
     def __init__(self, manager: WeightManager, weight: ShardedWeight) -> None:
         self._manager = manager
         self.weight = weight
+
+    def weight_for_forward(self, inputs: Iterable[object]) -> Tensor:
+        """The whole weight to compute with, once `inputs` are there; what ends the use in backward is arranged."""
+        full, requires_grad = self.weight.full, self.weight.shard.requires_grad
+        if full.requires_grad != requires_grad:
+            full.requires_grad_(requires_grad)
+        if not torch.is_grad_enabled():
+            return full
+        if not requires_grad:
+            for value in inputs:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(self.end_backward)
+        elif not self._manager.is_first_use(self.weight):
+            full = full.view_as(full)
+            full.register_hook(self.end_backward)
+        return full
 
     def begin_backward(self, gradient: object) -> None:
         self._manager.acquire_for_backward(self)

@@ -1,15 +1,17 @@
 """One sharded weight: this rank's rows of it, which are the parameter, and the whole, which has memory only while it is
-needed. The collectives of FSDP, one weight at a time.
+needed. And the collectives of FSDP, each of one or several weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from cs336_systems.distributed.collectives import averages_itself
 
@@ -24,6 +26,10 @@ class ShardedWeight:
             has no bytes, so that what autograd saved of it (views, which share the storage) takes no memory either;
             when the storage is filled again, before backward needs it, the saved views are valid again.
         n_users: how many forward and backward computations need `full` at this moment.
+        gathered: all ranks' rows, with padding behind the last, in `full`'s memory; `mine` are this rank's.
+        master: the shard as the collectives see it, without autograd.
+        sent: what this rank sends: `master` where `sends_shard`, else `mine` with its padding.
+        work: the collective that fills `full`, until it was waited for.
     """
 
     def __init__(
@@ -43,20 +49,25 @@ class ShardedWeight:
         parameter.data = self.rows_of(whole).clone(memory_format=torch.contiguous_format)
         self._built_as = parameter.dtype, parameter.device
         dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
-        # All ranks' rows, with padding behind the last; written by collectives. `full` shares its memory but not its
-        # version counter, by which autograd would notice the writing and refuse its saved views.
-        self._gathered = torch.empty(self._padded_shape(), dtype=dtype, device=parameter.device)
-        self._n_bytes = self._gathered.untyped_storage().nbytes()
-        view = self._gathered.new_empty(0).set_(
-            self._gathered.untyped_storage(), 0, self.shape, self._gathered.stride()
-        )
+        # Collectives write it. `full` shares its memory but not its version counter, by which autograd would notice the
+        # writing and refuse its saved views.
+        self.gathered = torch.empty(self._padded_shape(), dtype=dtype, device=parameter.device)
+        self.n_bytes = self.gathered.untyped_storage().nbytes()
+        view = self.gathered.new_empty(0).set_(self.gathered.untyped_storage(), 0, self.shape, self.gathered.stride())
         self.full = nn.Parameter(view)  # each use makes it require a gradient, or not, as the shard does
-        self._mine = self._gathered.narrow(0, self._rank * self.rows_per_rank, self.rows_per_rank)
         # Whether the shard can be sent as it is: no cast, and no padding behind its rows.
-        self._sends_shard = dtype == parameter.dtype and parameter.shape[0] == self.rows_per_rank
-        self._work: dist.Work | None = None
+        self.sends_shard = dtype == parameter.dtype and parameter.shape[0] == self.rows_per_rank
+        self._keep_views()
+        self.work: dist.Work | None = None
         self.is_resident = True
         self.free()
+
+    def _keep_views(self) -> None:
+        # Which every gather would have to make anew.
+        mine = self.gathered.narrow(0, self._rank * self.rows_per_rank, self.rows_per_rank)
+        self.master = self.shard.detach()
+        self.mine = mine[: self.master.shape[0]]
+        self.sent = self.master if self.sends_shard else mine
 
     def _padded_shape(self) -> tuple[int, ...]:
         return (self.rows_per_rank * self._group.size(), *self.shape[1:])
@@ -64,6 +75,11 @@ class ShardedWeight:
     def rows_of(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor with the weight's shape."""
         return whole[self._start : self._start + self.rows_per_rank]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of computation, in which weight and gradient travel."""
+        return self.gathered.dtype
 
     def check_unchanged(self, parameter: Tensor | None) -> None:
         """Raises RuntimeError if `parameter`, the layer's of this moment, is not the one that was sharded, or was moved
@@ -75,32 +91,27 @@ class ShardedWeight:
                 f"{_describe(now)} now. Move, cast or replace before wrapping; compute_dtype chooses the dtype of "
                 "computation"
             )
+        if parameter.data_ptr() != self.master.data_ptr():  # the shard was given other memory
+            self._keep_views()
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """Begin to fill `full` from all ranks' shards, unless it is there or on its way."""
-        if self.is_resident:
-            return
-        self._gathered.untyped_storage().resize_(self._n_bytes)
+    def make_room(self) -> None:
+        """Give `full` its memory, to be filled by a gather."""
+        self.gathered.untyped_storage().resize_(self.n_bytes)
         self.is_resident = True
-        mine = self.shard.detach()
-        if not self._sends_shard:
-            self._mine[: mine.shape[0]].copy_(mine)
-            mine = self._mine
-        self._work = dist.all_gather_into_tensor(self._gathered, mine, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Let what follows (on a GPU: on the current stream) see the gathered weight."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
     def free(self) -> None:
         """Give the whole weight's memory back; the views that autograd saved stay, without memory."""
         if self.is_resident:
             self.wait()
-            self._gathered.untyped_storage().resize_(0)
+            self.gathered.untyped_storage().resize_(0)
             self.is_resident = False
 
     @torch.no_grad()
@@ -112,54 +123,97 @@ class ShardedWeight:
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def start_reduce_scatter(self) -> PendingGradient:
-        """Take the whole weight's gradient from `full` and begin to average each rank's rows of it over the ranks.
-
-        The division by world_size comes before the sum: float16 may hold the mean of gradients, but not their sum.
-        """
+    def take_gradient(self) -> Tensor:
+        """The whole weight's gradient, contiguous and padded to as many rows on each rank; `full` has none then."""
         gradient, self.full.grad = self.full.grad, None
         assert gradient is not None
-        padded_shape = self._padded_shape()
-        if gradient.shape != padded_shape:
-            padded = gradient.new_empty(padded_shape)
-            padded[: self.shape[0]].copy_(gradient)
-            padded[self.shape[0] :].zero_()
-            gradient = padded
-        mean = averages_itself(self._group)
-        if not mean:
-            gradient.div_(self._group.size())
-        mine = gradient.new_empty((self.rows_per_rank, *self.shape[1:]))
-        operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        work = dist.reduce_scatter_tensor(mine, gradient.contiguous(), operation, group=self._group, async_op=True)
-        return PendingGradient(self, mine, work)
+        if self.shape[0] == self.gathered.shape[0]:
+            return gradient.contiguous()
+        padded = gradient.new_empty(self.gathered.shape)
+        padded[: self.shape[0]].copy_(gradient)
+        padded[self.shape[0] :].zero_()
+        return padded
+
+    def add_gradient(self, rows: Tensor) -> None:
+        """Add this rank's rows of an averaged gradient, perhaps padded, to the shard's, in the shard's dtype."""
+        shard = self.shard
+        if rows.shape != shard.shape:
+            rows = rows[: shard.shape[0]]
+        rows = rows.to(shard.dtype)
+        if shard.grad is None:
+            shard.grad = rows
+        else:
+            shard.grad += rows
 
 
 def _describe(built_as: tuple[torch.dtype, torch.device] | None) -> str:
     return "gone" if built_as is None else f"a parameter of {built_as[0]} on {built_as[1]}"
 
 
-@dataclass
-class PendingGradient:
-    """A reduce-scatter on its way, whose result nobody may look at before `finish`."""
+class WeightCollectives:
+    """The collectives of a step, each of one or several weights of one dtype, asynchronous.
 
-    weight: ShardedWeight
-    rows: Tensor
+    They call the group's own methods: what torch.distributed's functions add takes the host as long again.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._averages_itself = averages_itself(group)
+        self._reduction = ReduceScatterOptions()
+        self._reduction.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self._averages_itself else dist.ReduceOp.SUM)
+
+    def start_gather(self, weights: Sequence[ShardedWeight]) -> None:
+        """Begin to fill the `full` of weights that are not resident, from all ranks' shards."""
+        for weight in weights:
+            weight.make_room()
+        copied = [weight for weight in weights if not weight.sends_shard]
+        if len(copied) == 1:
+            copied[0].mine.copy_(copied[0].master)
+        elif copied:
+            torch._foreach_copy_([weight.mine for weight in copied], [weight.master for weight in copied])
+        if len(weights) == 1:
+            work = self._group._allgather_base(weights[0].gathered, weights[0].sent)
+        else:
+            work = self._group.allgather_into_tensor_coalesced(
+                [weight.gathered for weight in weights], [weight.sent for weight in weights]
+            )
+        for weight in weights:
+            weight.work = work
+
+    @torch.no_grad()
+    def start_reduce_scatter(self, weights: Sequence[ShardedWeight], gradients: list[Tensor]) -> PendingGradients:
+        """Begin to average gradients, from `take_gradient`, over the ranks; each rank gets its rows of them.
+
+        The division by world_size comes before the sum: float16 may hold the mean of gradients, but not their sum.
+        """
+        if not self._averages_itself:
+            for gradient in gradients:
+                gradient.div_(self._group.size())
+        rows = [
+            gradient.new_empty((weight.rows_per_rank, *weight.shape[1:]))
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ]
+        if len(rows) == 1:
+            work = self._group._reduce_scatter_base(rows[0], gradients[0], self._reduction)
+        else:
+            work = self._group.reduce_scatter_tensor_coalesced(rows, gradients, self._reduction)
+        return PendingGradients(weights, rows, work)
+
+
+@dataclass
+class PendingGradients:
+    """A reduce-scatter on its way, whose results nobody may look at before `finish`."""
+
+    weights: Sequence[ShardedWeight]
+    rows: list[Tensor]
     work: dist.Work
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait, and add the rows to the shard's gradient, in the shard's dtype."""
+        """Wait, and add the rows to the shards' gradients."""
         self.work.wait()
-        shard = self.weight.shard
-        gradient = self.rows
-        if gradient.shape != shard.shape:
-            gradient = gradient[: shard.shape[0]]
-        gradient = gradient.to(shard.dtype)
-        if shard.grad is None:
-            shard.grad = gradient
-        else:
-            shard.grad += gradient
+        for weight, rows in zip(self.weights, self.rows, strict=True):
+            weight.add_gradient(rows)
 
 
 def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor:

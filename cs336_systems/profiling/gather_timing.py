@@ -7,8 +7,8 @@ else that the layer waited for: the kernels before it, and its own launch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from cs336_systems.distributed.fsdp_schedule import WeightManager
-from cs336_systems.distributed.fsdp_weight import ShardedWeight
+from cs336_systems.distributed.fsdp_weight import ShardedWeight, WeightCollectives
 from cs336_systems.intervals import intersect, total_length
 from cs336_systems.profiling.overlap import read_trace
 from cs336_systems.profiling.torch_trace import record_steps
@@ -64,30 +64,33 @@ def profile_sharded_step(step: Callable[..., object], device: torch.device | str
 @contextmanager
 def annotated_gathers() -> Generator[None]:
     """Within it, FSDP's gathers and uses of weights show in a profile under the weights' names."""
-    weights: Any = ShardedWeight
+    collectives_cls: Any = WeightCollectives
     manager_cls: Any = WeightManager
-    start_gather, acquire = weights.start_gather, manager_cls.acquire
+    start_gather, acquire = collectives_cls.start_gather, manager_cls.acquire
 
-    def annotated_start(weight: ShardedWeight) -> None:
-        with record_function(_GATHER + weight.name):
-            start_gather(weight)
+    def annotated_start(collectives: WeightCollectives, weights: Sequence[ShardedWeight]) -> None:
+        with ExitStack() as annotations:  # one in the other where weights are gathered together
+            for weight in weights:
+                annotations.enter_context(record_function(_GATHER + weight.name))
+            start_gather(collectives, weights)
 
     def annotated_acquire(manager: WeightManager, weight: ShardedWeight) -> None:
         acquire(manager, weight)
         with record_function(_USE + weight.name):  # what is launched from here on may need the weight
             pass
 
-    weights.start_gather, manager_cls.acquire = annotated_start, annotated_acquire
+    collectives_cls.start_gather, manager_cls.acquire = annotated_start, annotated_acquire
     try:
         yield
     finally:
-        weights.start_gather, manager_cls.acquire = start_gather, acquire
+        collectives_cls.start_gather, manager_cls.acquire = start_gather, acquire
 
 
 def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
     """The timings of a Chrome trace recorded within `annotated_gathers`, in order of use; empty without kernels.
 
-    A use that found its weight still there has no gather of its own and is not listed.
+    A use that found its weight still there has no gather of its own and is not listed. Weights that were gathered
+    together have one kernel, and so the same start and end.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kernels = {
@@ -101,8 +104,7 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and event.get("args", {}).get("correlation") in kernels
     )
     all_launch_times = [ts for ts, _ in launches]
-    computing = [(ts, kernels[c]) for ts, c in launches if not _is_gather(kernels[c])]
-    computing = [(ts, kernel) for ts, kernel in computing if "nccl" not in kernel["name"].lower()]
+    computing = [(ts, kernels[c]) for ts, c in launches if not _is_collective(kernels[c])]
     launch_times = [ts for ts, _ in computing]
     annotations = sorted(
         (event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["ts"]
@@ -115,7 +117,7 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
             first = bisect_left(all_launch_times, event["ts"])
             end = bisect_right(all_launch_times, event["ts"] + event["dur"])
             inside = [kernels[c] for _, c in launches[first:end]]
-            spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in inside if _is_gather(kernel)]
+            spans = [(kernel["ts"], kernel["ts"] + kernel["dur"]) for kernel in inside if _is_collective(kernel)]
             if spans:
                 gathered[event["name"].removeprefix(_GATHER)] = min(s for s, _ in spans), max(e for _, e in spans)
         elif event["name"].startswith(_USE):
@@ -134,5 +136,5 @@ def read_gathers(trace: dict[str, Any]) -> list[GatherTiming]:
     return timings
 
 
-def _is_gather(kernel: dict[str, Any]) -> bool:
-    return "nccl" in kernel["name"].lower() and "allgather" in kernel["name"].lower()
+def _is_collective(kernel: dict[str, Any]) -> bool:
+    return "nccl" in kernel["name"].lower()
