@@ -41,7 +41,8 @@ def test_each_variant_and_seed_is_trained_once(tmp_path, capsys):
         assert losses["ddp", seed] == pytest.approx(losses["fp32", seed], rel=1e-4)
     assert losses["fp32", 0] != losses["fp32", 1]
     assert (
-        "tf32, seed 0, 1: unsupported. precision='tf32': is a mode of NVIDIA's tensor cores" in capsys.readouterr().out
+        "- tf32, seed 0; tf32, seed 1: unsupported. precision='tf32': is a mode of NVIDIA's tensor cores"
+        in capsys.readouterr().out
     )
     assert (tmp_path / "runs" / "ddp" / "seed-1" / METRICS).exists()
     assert (tmp_path / "runs" / "convergence.png").stat().st_size > 10_000

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.report_rows import markdown_table, why_not_measured
 from cs336_systems.figures import COLOURS, new_figure, save_figure
 from cs336_systems.records import format_value
 from cs336_systems.training.metrics import METRICS, read_metrics
@@ -119,17 +120,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def convergence_table(rows: Sequence[ConvergenceRow]) -> str:
     """Markdown: a row a variant, and beneath it why runs did not end."""
-    table = [list(TABLE_COLUMNS.values()), [":--"] + ["--:"] * (len(TABLE_COLUMNS) - 1)]
-    for row in summarize(rows):
-        table.append([_shown(name, getattr(row, name)) for name in TABLE_COLUMNS])
-    lines = ["| " + " | ".join(cells) + " |" for cells in table]
-    seeds: dict[tuple[str, str, str], list[str]] = {}
-    for row in rows:
-        if row.status != "ok":
-            seeds.setdefault((row.variant, row.status, row.reason), []).append(str(row.seed))
-    for (variant, status, reason), which in seeds.items():
-        lines.append(f"\n{variant}, seed {', '.join(which)}: {status}. {reason}")
-    return "\n".join(lines)
+    body = [[_shown(name, getattr(row, name)) for name in TABLE_COLUMNS] for row in summarize(rows)]
+    reasons = why_not_measured(rows, lambda row: f"{row.variant}, seed {row.seed}")
+    table = markdown_table(list(TABLE_COLUMNS.values()), body)
+    return "\n\n".join(filter(None, [table, reasons]))
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,5 +1,5 @@
-"""What a sweep over ranks leaves, whatever ends it: tables of the rows so far, why a cell has no numbers, and what a
-resumed run finds there again.
+"""What a sweep over ranks leaves, whatever ends it: tables of the rows so far, and what a resumed run finds there
+again.
 
 The counterpart of into_files.py, for scripts that torchrun may start: of a launched job's ranks only 0 has files.
 """
@@ -46,15 +46,6 @@ def ranks_into_files(
         raise
     if must_measure and all(row.status != "ok" for row in results.rows):
         raise SystemExit(1)
-
-
-def why_not_measured(rows: Sequence[Any], label: Callable[[Any], str]) -> str:
-    """A Markdown list of what became of the cells without numbers, and why; those of one reason together."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row.status != "ok":
-            cells.setdefault((row.status, row.reason), []).append(label(row))
-    return "\n".join(f"- {'; '.join(which)}: {status}. {reason}" for (status, reason), which in cells.items())
 
 
 def check_same_workload(results: ResultsFile | None, cells: Sequence[Any], varied: Collection[str] = VARIED) -> None:

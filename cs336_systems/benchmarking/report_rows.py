@@ -84,6 +84,15 @@ class Table:
         return "\n\n".join([table, *([provenance(firsts)] if firsts else [])])
 
 
+def why_not_measured(rows: Sequence[Any], label: Callable[[Any], str]) -> str:
+    """A Markdown list of what became of the cells without numbers, and why; those of one reason together."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.status != "ok":
+            cells.setdefault((row.status, row.reason), []).append(label(row))
+    return "\n".join(f"- {'; '.join(which)}: {status}. {reason}" for (status, reason), which in cells.items())
+
+
 def status_or(row: Any, name: str) -> object:
     """A row's value, or why there is none; None where there is no row."""
     return None if row is None else row[name] if row.ok else row.status.upper()

@@ -20,7 +20,6 @@ from cs336_systems.benchmarking.rank_files import (
     check_same_workload,
     check_timeout,
     ranks_into_files,
-    why_not_measured,
 )
 from cs336_systems.benchmarking.rank_sweep import (
     open_results,
@@ -28,6 +27,7 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
+from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, GroupOptions

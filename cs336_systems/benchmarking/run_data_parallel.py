@@ -30,7 +30,6 @@ from cs336_systems.benchmarking.rank_files import (
     check_same_workload,
     check_timeout,
     ranks_into_files,
-    why_not_measured,
 )
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
@@ -41,6 +40,7 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
+from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.benchmarking.run_all_reduce import open_all_reduce, write_all_reduce_files
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input

@@ -16,7 +16,6 @@ from cs336_systems.benchmarking.rank_files import (
     check_same_workload,
     check_timeout,
     ranks_into_files,
-    why_not_measured,
 )
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
@@ -27,6 +26,7 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
+from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.benchmarking.sharding import measure_sharding
 from cs336_systems.benchmarking.sharding_cells import (
