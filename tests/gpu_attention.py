@@ -4,6 +4,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cs336_systems.attention import flash_attention
@@ -16,10 +17,24 @@ def draw(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype, seed=0) -> 
     return [torch.randn(batch, *s, head_dim, generator=generator, device="cuda").to(dtype) for s in shapes]
 
 
-def sequences_of_many_roundings(batch: int, n_queries: int) -> int:
-    """A batch of at least 256 queries: two implementations round a single query's few weights up or down as chance has
-    it, and only many of them tell which one's error is larger."""
-    return max(batch, 256 // n_queries)
+# Each head_dim and group is another compilation, so those are drawn from few; lengths, batches and seeds are free.
+SHAPES = st.fixed_dictionaries(
+    {
+        "batch": st.integers(1, 2),
+        "kv_heads": st.integers(1, 2),
+        "group": st.sampled_from([1, 3]),
+        "n_queries": st.integers(1, 700),
+        "n_keys": st.integers(1, 700),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+def draw_shape(batch, kv_heads, group, n_queries, n_keys, seed, *, head_dim, dtype) -> list[Tensor]:
+    """q, k, v, do of one of `SHAPES`, in a batch of at least 256 queries: two implementations round a single query's
+    few weights up or down as chance has it, and only many of them tell which one's error is larger."""
+    batch = max(batch, 256 // n_queries)
+    return draw(batch, kv_heads * group, kv_heads, n_queries, n_keys, head_dim, dtype, seed)
 
 
 def output_and_gradients(attention, q, k, v, do) -> list[Tensor]:
