@@ -2,6 +2,7 @@
 
 import errno
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -32,9 +33,14 @@ def _record(cell: BenchmarkCell):
     return read_timeline(snapshot)
 
 
-@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash-pytorch"])
-@pytest.mark.parametrize("every", [0, 1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+# Every second one has each pair of values; the slow checks run the others.
+@pytest.mark.parametrize(
+    ("precision", "every", "attention"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if index % 2 else ())
+        for index, case in enumerate(product(("fp32", "bf16"), (0, 1, 3), ("naive", "sdpa", "flash-pytorch")))
+    ],
+)
 def test_what_a_step_holds_is_what_the_formulas_say(precision, every, attention):
     cell = _cell(precision=precision, checkpoint_every=every, attention=attention)
     timeline = _record(cell)
