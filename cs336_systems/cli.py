@@ -17,7 +17,7 @@ Arguments = TypeVar("Arguments")
 def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
     # First of all, so that Ctrl-C is a line as early as can be.
-    sys.excepthook = _without_traceback_of_an_interrupt
+    sys.excepthook = _in_a_line
     import tyro
 
     for stream in (sys.stdout, sys.stderr):
@@ -36,10 +36,13 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
         raise SystemExit(0) from None
 
 
-def _without_traceback_of_an_interrupt(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Ctrl-C where nothing has been measured yet is a line; any other error that nobody caught keeps its traceback."""
+def _in_a_line(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Ctrl-C where nothing has been measured yet, and a file that cannot be written (a full disk), are a line; any
+    other error that nobody caught keeps its traceback."""
     if issubclass(kind, KeyboardInterrupt):
         tell("\nInterrupted.")
+    elif isinstance(error, OSError) and kind.__name__ == "NotWritten":  # of records.py, which imports more than this
+        tell(f"\nerror: cannot write {error.filename}: {error.strerror}. Make room, and run it again.")
     else:
         sys.__excepthook__(kind, error, traceback)
 

@@ -10,8 +10,8 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import count
@@ -225,22 +225,30 @@ def check_writable(directory: Path) -> None:
         ) from error
 
 
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Inside, an OSError is that `path`, a file of our own, could not be written: NotWritten."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the file whole, or leaves it as it was and raises NotWritten."""
     temporary = path.parent / f".{path.name}-{os.getpid()}"
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise NotWritten(error.errno, error.strerror, str(path)) from error
-        raise
+    with writing(path):
+        try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 _locked_folders: set[Path] = set()

@@ -9,12 +9,18 @@ import pytest
 
 @pytest.mark.parametrize(
     ("raised", "shown", "hidden"),
-    [("KeyboardInterrupt", "Interrupted.", "Traceback"), ("RuntimeError('why')", "Traceback", "Interrupted")],
+    [
+        ("KeyboardInterrupt", "Interrupted.", "Traceback"),
+        ("RuntimeError('why')", "Traceback", "Interrupted"),
+        ("NotWritten(28, 'No space left', 'a.md')", "error: cannot write a.md: No space left. Make room", "Traceback"),
+        ("OSError(28, 'No space left', 'a.md')", "Traceback", "Make room"),
+    ],
 )
-def test_only_an_interrupt_loses_its_traceback(raised, shown, hidden):
+def test_only_an_interrupt_and_a_full_disk_lose_their_traceback(raised, shown, hidden):
     code = f"""
         from dataclasses import dataclass
         from cs336_systems.cli import parse
+        from cs336_systems.records import NotWritten
 
         @dataclass(frozen=True)
         class Arguments:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import pytest
 
 from cs336_systems.benchmarking.into_files import sweep_into_files
 from cs336_systems.cli import show, tell
-from cs336_systems.records import ResultsFile, read_results
+from cs336_systems.records import NotWritten, ResultsFile, read_results
 from tests.example_rows import RUN
 
 
@@ -56,6 +57,42 @@ def test_a_full_disk_is_explained_and_counts_the_rows_that_are_there(results, ca
     assert stopped.value.code == 1
     assert "No space left on device; the 1 row before remains in rows.json. Make room" in capsys.readouterr().err
     assert read_results(results.path, _Row)[1] == results.rows == [_Row(1)]
+
+
+def test_a_row_and_then_tables_that_do_not_fit_are_one_line(results, capsys):
+    def sweep():
+        results.append(_Row(1))
+        raise NotWritten(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(SystemExit) as stopped:
+        sweep_into_files(results, sweep, _no_space)
+    assert stopped.value.code == 1
+    assert capsys.readouterr().err.strip().splitlines() == [
+        f"error: cannot write under {results.directory}: No space left on device; the 1 row before remains in "
+        "rows.json. Make room, and --resume goes on from there."
+    ]
+
+
+def test_a_second_ctrl_c_does_not_spoil_the_files(results, capsys):
+    def sweep():
+        results.append(_Row(1))
+        raise KeyboardInterrupt
+
+    def write(results):
+        signal.raise_signal(signal.SIGINT)
+        return _write(results)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            sweep_into_files(results, sweep, write)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.value.code == 130
+    assert (results.directory / "rows.md").exists()
+    shown = capsys.readouterr()
+    assert shown.out == "1 rows\n"
+    assert "Interrupted; --resume" in shown.err
 
 
 def test_tables_that_do_not_fit_are_explained_too(results, capsys):

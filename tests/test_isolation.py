@@ -1,5 +1,6 @@
 """A process a cell: what a child may do to itself, and what the parent then says."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import torch
 
 from cs336_systems.benchmarking import isolation
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
-from cs336_systems.records import Unsupported
+from cs336_systems.records import NotWritten, Unsupported
 from tests.script_helpers import is_running, wait_until
 
 
@@ -41,6 +42,10 @@ def _be_killed(number=signal.SIGKILL):
 
 def _be_unsupported():
     raise Unsupported("needs a flux capacitor")
+
+
+def _cannot_write():
+    raise NotWritten(errno.ENOSPC, "No space left", "a.png")
 
 
 def _raise():
@@ -85,6 +90,12 @@ def test_a_terminated_child_is_an_outcome_unless_this_process_is_to_end_too(monk
 
 def test_unsupported_is_an_outcome_with_its_reason():
     assert run_isolated(_be_unsupported) == Outcome("unsupported", reason="needs a flux capacitor")
+
+
+def test_a_file_that_does_not_fit_is_this_processs_error_too():
+    with pytest.raises(NotWritten, match="No space left") as failure:
+        run_isolated(_cannot_write)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, "a.png")
 
 
 def test_other_exceptions_come_back_with_the_childs_traceback():

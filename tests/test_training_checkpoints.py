@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from cs336_systems.records import NotWritten
 from cs336_systems.training import checkpoints
 from cs336_systems.training.checkpoints import (
     BadCheckpoint,
@@ -100,7 +101,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, step):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints.torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(NotWritten, match="No space"):
         _save(tmp_path, step)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -1,6 +1,7 @@
 """The comparison of techniques by their losses: every run is a row, and the table and picture are made of the rows."""
 
 import dataclasses
+import errno
 import signal
 import time
 
@@ -11,7 +12,7 @@ from cs336_systems.benchmarking.convergence import VARIANTS, run_convergence
 from cs336_systems.benchmarking.convergence_report import ConvergenceRow, convergence_table, summarize
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
-from cs336_systems.records import read_results
+from cs336_systems.records import NotWritten, read_results
 from cs336_systems.training.config import TrainArguments, TrainConfig
 from cs336_systems.training.metrics import METRICS
 from tests.training_helpers import QUICK, write_text
@@ -93,6 +94,26 @@ def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path):
     assert [dataclasses.replace(row, tokens_per_s=None) for row in again] == [
         dataclasses.replace(row, tokens_per_s=None) for row in rows
     ]
+
+
+def test_a_full_disk_is_a_line_whichever_process_met_it(tmp_path, monkeypatch, capsys):
+    rows = _run(tmp_path, variant=("fp32",), seed=(0,))
+    for module, error in (
+        ("run_isolated", NotWritten(errno.ENOSPC, "No space left", "a")),
+        ("spawn_ranks", RankFailedError("rank 1 raised NotWritten", 1, "", 1)),
+    ):
+
+        def fail(*arguments, error=error, **options):
+            error.__cause__ = NotWritten(errno.ENOSPC, "No space left", "b")
+            raise error
+
+        monkeypatch.setattr(convergence, module, fail)
+    for variant in ("bf16", "ddp"):
+        with pytest.raises(SystemExit) as stopped:
+            _run(tmp_path, variant=(variant,), seed=(0,), resume=True)
+        assert stopped.value.code == 1
+        assert "No space left; the 1 row before remains in convergence.json. Make room" in capsys.readouterr().err
+    assert read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1] == rows
 
 
 def test_ctrl_c_ends_every_run(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,32 +55,45 @@ def sweep_into_files(
     Raises:
         SystemExit: 130 after Ctrl-C, 1 where a file could not be written, each after a line that says how to go on.
     """
+    told: list[str] = []
     try:
-        with _explaining(NotWritten, results):
+        with _explaining(NotWritten, results, told):
             sweep()
     except KeyboardInterrupt:
+        _ignore_interrupts()
         tell("\nInterrupted; --resume goes on from here.")
         raise SystemExit(130) from None
     finally:
         if results.rows:
-            with _explaining(OSError, results):  # all that happens here is writing
+            with _explaining(OSError, results, told):  # all that happens here is writing
                 text = write_files(results)
             show(text)
             tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
 
 
+def _ignore_interrupts() -> None:
+    """A second Ctrl-C, be it from a launcher that passes the first one on, does not spoil the files of the seconds in
+    which they are written."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @contextmanager
-def _explaining(error_type: type[OSError], results: ResultsFile) -> Generator[None]:
-    """Ends the program with a line instead of a traceback where files cannot be written: status 1, and how to go on."""
+def _explaining(error_type: type[OSError], results: ResultsFile, told: list[str]) -> Generator[None]:
+    """Ends the program with a line instead of a traceback where files cannot be written: status 1, and how to go on.
+    Lines are in `told`, and what is there is not said again: the tables do not fit where a row did not."""
     try:
         yield
     except error_type as error:
         n = len(results.rows)
         remain = "no row was there yet" if n == 0 else f"the {n} row{'s' * (n > 1)} before remain{'s' * (n == 1)}"
-        tell(
-            f"error: cannot write under {results.directory}: {error.strerror}; {remain} in {results.path.name}. "
+        line = (
+            f"\nerror: cannot write under {results.directory}: {error.strerror}; {remain} in {results.path.name}. "
             "Make room, and --resume goes on from there."
         )
+        if line not in told:
+            told.append(line)
+            tell(line)
         raise SystemExit(1) from None
 
 

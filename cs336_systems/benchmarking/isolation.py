@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cs336_systems.records import Unsupported
+from cs336_systems.records import NotWritten, Unsupported
 from cs336_systems.signals import leave_interrupts_to_parent, signals_waiting
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
@@ -58,6 +58,7 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
     Raises:
         RuntimeError: the call raised anything but running out of memory or `Unsupported` (the child's traceback is in
             the message), or the child ended by a signal other than SIGKILL and SIGTERM.
+        NotWritten: the call could not write a file of its own.
     """
     context = _process_context()
     receiver, sender = context.Pipe(duplex=False)
@@ -82,6 +83,8 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
             child.join()
         receiver.close()
         lifeline.close()
+    if status == "not written":
+        raise payload
     if status == "error":
         raise RuntimeError(f"{getattr(function, '__qualname__', function)} failed in its own process:\n{payload}")
     return Outcome("ok", value=payload) if status == "ok" else Outcome(status, reason=payload)
@@ -118,6 +121,8 @@ def _child(
         message = ("ok", function(*args))
     except Unsupported as error:
         message = ("unsupported", str(error))
+    except NotWritten as error:
+        message = ("not written", error)
     except Exception as error:
         if is_out_of_memory(error):
             message = ("oom", str(error).strip().splitlines()[0])

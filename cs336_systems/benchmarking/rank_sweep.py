@@ -27,7 +27,7 @@ from cs336_systems.distributed.process_group import (
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.provenance import collect_provenance
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.records import NotWritten, ResultsFile, check_writable
 
 
 def run_rank_sweep(
@@ -74,7 +74,7 @@ def _measure_on_ranks(measure: Callable[[RankContext, Any], dict[str, Any]], cel
 
 def outcome_of_ranks(run: Callable[[], Sequence[Any] | None]) -> Outcome:
     """The first of what `run` returns, or that a rank of it ran out of memory or was killed; other errors of a rank
-    pass."""
+    pass, and that it could not write a file is this process's NotWritten."""
     try:
         values = run()
     except RankFailedError as error:
@@ -83,6 +83,8 @@ def outcome_of_ranks(run: Callable[[], Sequence[Any] | None]) -> Outcome:
             return Outcome("killed", reason=reason)
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             return Outcome("oom", reason=reason)
+        if isinstance(error.__cause__, NotWritten):
+            raise error.__cause__ from None
         raise
     return Outcome("ok", value=None if values is None else values[0])
 

@@ -32,7 +32,7 @@ from cs336_systems.benchmarking.precision_benchmark import (
     speedup_table,
 )
 from cs336_systems.benchmarking.sweep import run_sweep
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cells
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
@@ -84,7 +84,7 @@ def _write(
     results = ResultsFile(out, name, row_type, provenance)
     for row in rows:
         results.append(row)
-    print(results.write_tables(columns, note))
+    show(results.write_tables(columns, note))
 
 
 def _benchmark(cells: list[BenchmarkCell], results: ResultsFile, out: Path) -> None:

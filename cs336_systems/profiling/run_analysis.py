@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check
 from cs336_systems.profiling import agreement
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
@@ -82,7 +82,7 @@ def run_analysis(
             raise ValueError(f"{reports[0]}: holds no report")
         gpu = next((analysis.trace.gpu for analysis in analyses.values() if analysis.trace.gpu), None)
         results = ResultsFile(out, "steps", StepRow, _provenance(command, files, gpu))
-    print(write_analyses(analyses, failed, results, top))
+    show(write_analyses(analyses, failed, results, top))
     print(f"Answers, rows, kernels, and a report and picture each: {out}/", file=sys.stderr)
     if unreadable:
         print("\n".join(f"error: left out: {reason}" for reason in unreadable), file=sys.stderr)
@@ -97,7 +97,7 @@ def _compare(command: str, files: Sequence[Path], out: Path, nsys: str) -> None:
     results = ResultsFile(out, "agreement", agreement.AgreementRow, _provenance(command, files, first.gpu))
     for row in rows:
         results.append(row)
-    print(results.write_tables(agreement.COLUMNS, agreement.agreement_note(rows)))
+    show(results.write_tables(agreement.COLUMNS, agreement.agreement_note(rows)))
 
 
 def find_reports(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check, named_cell
 from cs336_systems.feasibility import check_memory, missing_here
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
@@ -52,7 +52,7 @@ def run_kernels(
         print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(1) from None
     analysis = analyze(read_torch_trace(recorded, name), row)
-    print(write_analyses({name: analysis}, [], results, top))
+    show(write_analyses({name: analysis}, [], results, top))
     with gzip.open(out / f"{name}.json.gz", "wt", encoding="utf-8") as file:
         json.dump(recorded, file)
     print(f"Answers, rows, kernels, trace, tables and picture: {out}/", file=sys.stderr)

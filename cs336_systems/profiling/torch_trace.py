@@ -6,6 +6,7 @@ gives way to them, so that no time counts twice.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import tempfile
@@ -20,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from cs336_systems.profiling.ranges import marked_model
 from cs336_systems.profiling.trace import STEP, Kernel, OpenRanges, Range, Trace
+from cs336_systems.records import NotWritten
 from cs336_systems.workload import Workload
 
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -31,7 +33,7 @@ def record_steps(step: Callable[[], object], device: torch.device | str, steps: 
     """Runs `step()` once unrecorded, then `steps` times recorded, and returns the Chrome trace.
 
     The profiler's own start falls into the first. Each recorded step is in a range "step", at whose end the device is
-    waited for.
+    waited for. Raises NotWritten where the profiler's file did not fit on the disk.
     """
     device = torch.device(device)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
@@ -45,7 +47,11 @@ def record_steps(step: Callable[[], object], device: torch.device | str, steps: 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        return json.loads(file.read_text(encoding="utf-8"))
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = "the profiler left no whole trace there, as where the disk is full"
+            raise NotWritten(errno.ENOSPC, reason, str(file)) from error
 
 
 def profile_workload(workload: Workload) -> dict[str, Any]:

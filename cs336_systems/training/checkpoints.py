@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.records import write_atomically
+from cs336_systems.records import write_atomically, writing
 
 
 class BadCheckpoint(ValueError):
@@ -54,26 +54,27 @@ def save_checkpoint(
     Whenever this is stopped, by a kill or a full disk, the checkpoints from before are whole.
 
     Raises:
-        OSError: it could not be written.
+        NotWritten: it could not be written.
     """
     path = checkpoint_path(directory, step)
-    for leftover in directory.glob(".checkpoint-*"):  # of a run that was killed while it wrote
-        leftover.unlink()
-    descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w+b") as file:
-            _save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-            file.seek(0)
-            size, digest = os.fstat(file.fileno()).st_size, _sha256(file)
-        # An older manifest of this step must not vouch for the new file.
-        path.with_suffix(".json").unlink(missing_ok=True)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with writing(path):
+        for leftover in directory.glob(".checkpoint-*"):  # of a run that was killed while it wrote
+            leftover.unlink()
+        descriptor, temporary = tempfile.mkstemp(dir=directory, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(descriptor, "w+b") as file:
+                _save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+                file.seek(0)
+                size, digest = os.fstat(file.fileno()).st_size, _sha256(file)
+            # An older manifest of this step must not vouch for the new file.
+            path.with_suffix(".json").unlink(missing_ok=True)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
     manifest = {"step": step, "bytes": size, "sha256": digest, "data_sha256": data_sha256, "config": config}
     write_atomically(path.with_suffix(".json"), json.dumps(manifest, indent=1) + "\n")
     for old in list_checkpoints(directory)[:-keep]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cs336_systems.records import write_atomically
+from cs336_systems.records import write_atomically, writing
 
 METRICS = "metrics.jsonl"
 PLOT = "train.png"
@@ -28,26 +28,30 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path | None, after_step: int | None = None) -> None:
-        self._file = None
+        self._file, self._path = None, path
         if path is None:
             return
         lines = []
         if after_step is not None and path.exists():
             lines = [line for line in read_metrics(path) if line.get("step", 0) <= after_step]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-        self._file = path.open("a", encoding="utf-8")
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, **values: Any) -> None:
-        """Adds a line; a number that JSON cannot hold (NaN, infinity) becomes its name in words."""
-        if self._file is None:
+        """Adds a line; a number that JSON cannot hold (NaN, infinity) becomes its name in words. Raises NotWritten."""
+        if self._file is None or self._path is None:
             return
         plain = {name: _jsonable(value) for name, value in values.items()}
-        self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps({"kind": kind, **plain}) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Raises NotWritten where what a failed `write` left does not go to disk now either."""
+        if self._file is not None and self._path is not None:
+            with writing(self._path):
+                self._file.close()
 
     def __enter__(self) -> MetricsFile:
         return self
