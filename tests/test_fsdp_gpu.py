@@ -120,8 +120,9 @@ def _memory(context: RankContext) -> tuple[int, int]:
 def test_memory_is_the_shards_and_a_few_whole_weights() -> None:
     for held, beyond in spawn_ranks(_memory, world_size=2, options=OPTIONS):
         assert held == pytest.approx(N_LAYERS * WEIGHT_BYTES / 2, rel=0.02)
-        # The weight in use, two ahead, the gradient just made and two that travel; activations take 0.3 of a weight.
-        assert beyond < 6.5 * WEIGHT_BYTES
+        # The weight in use and two ahead; the gradient just made, one that waits for it and two that travel; and
+        # activations, 0.3 of a weight.
+        assert beyond < 7.5 * WEIGHT_BYTES
 
 
 def _host_runs_ahead(context: RankContext) -> bool:

@@ -196,6 +196,20 @@ def bounded_with_checkpointing(context: RankContext) -> None:
             assert len(log.names("use")) == 1 + N_LINEAR + (N_LINEAR - 1) + N_LINEAR
 
 
+def bounded_with_two_forward_passes(context: RankContext) -> None:
+    """One backward pass through two forward passes frees each use's weight before the other pass's turn."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        log = Log(monkeypatch)
+        model = FSDP(build(transformer, 0))
+        for _ in range(3):
+            log.clear()
+            losses = [loss_on(model, i, context.rank, context.world_size) for i in range(2)]
+            torch.stack(losses).sum().backward()
+            model.finish_gradient_synchronization()
+            assert log.most_resident <= 1 + N_AHEAD
+            assert log.names("reduce").count("lm_head.weight") == 1
+
+
 def another_order(context: RankContext) -> None:
     """A step that leaves the recorded order is right all the same, and frees what was gathered for nothing."""
 
@@ -232,6 +246,7 @@ def all_cases(context: RankContext) -> None:
     counts_collectives(context)
     frees_saved_tensors(context)
     bounded_with_checkpointing(context)
+    bounded_with_two_forward_passes(context)
     another_order(context)
 
 

@@ -64,7 +64,7 @@ class WeightManager:
         self._ready: list[tuple[ShardedWeight, Tensor]] = []  # gradients that wait for company
         self._pending: PendingGradients | None = None
         self._backward_uses: dict[int, dict[Use, None]] = {}  # by the backward pass that holds them, in order
-        self._seen: set[ShardedWeight] = set()  # by this forward pass, with gradients
+        self._in_graph: set[ShardedWeight] = set()  # used since their gradient was last complete
 
     def begin_forward(self) -> None:
         """A forward pass of the whole module begins; what was gathered before may be out of date."""
@@ -74,12 +74,11 @@ class WeightManager:
         self._ahead = []
         self._free_unused()
         self._order.begin(torch.is_grad_enabled())
-        self._seen.clear()
 
     def is_first_use(self, weight: ShardedWeight) -> bool:
-        """Whether this forward pass has not asked for the weight before."""
-        is_first = weight not in self._seen
-        self._seen.add(weight)
+        """Whether this is the first use, with gradients, since the weight's gradient was last complete."""
+        is_first = weight not in self._in_graph
+        self._in_graph.add(weight)
         return is_first
 
     def acquire(self, weight: ShardedWeight) -> None:
@@ -154,6 +153,7 @@ class WeightManager:
         for use in [use for use in uses if use.weight is weight]:
             del uses[use]
             self.release(weight)
+        self._in_graph.discard(weight)
         gradient = weight.take_gradient()
         if self._ready and self._ready[0][1].dtype != gradient.dtype:
             self._reduce_ready()
@@ -190,9 +190,10 @@ class Use:
     """One use of a weight in one forward pass, and what autograd calls when backward reaches it.
 
     `begin_backward` is a hook on the layer's output: its gradient is there, and next the layer's own backward will look
-    at the weight. The use ends when the weight's gradient is complete; for all but the pass's first use of a weight,
-    which comes last in backward, `end_backward` ends it before: a hook on the view of the weight that it computed with
-    (its gradient is there, so whatever had saved the view has run), or, for a frozen weight, on the layer's input.
+    at the weight. The use ends when the weight's gradient is complete. For the weight's second and later uses, whose
+    backward comes before the first's, `end_backward` ends it earlier: a hook on the view of the weight that the use
+    computed with (its gradient is there, so whatever had saved the view has run), or, for a frozen weight, on the
+    layer's input.
     """
 
     __slots__ = ("_manager", "weight")

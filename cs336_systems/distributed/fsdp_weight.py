@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Inexact
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
@@ -123,10 +123,12 @@ class ShardedWeight:
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
-    def take_gradient(self) -> Tensor:
+    def take_gradient(self) -> Inexact[Tensor, "padded_rows *columns"]:
         """The whole weight's gradient, contiguous and padded to as many rows on each rank; `full` has none then."""
         gradient, self.full.grad = self.full.grad, None
         assert gradient is not None
+        if gradient.requires_grad:  # of a backward with create_graph
+            gradient = gradient.detach()
         if self.shape[0] == self.gathered.shape[0]:
             return gradient.contiguous()
         padded = gradient.new_empty(self.gathered.shape)
@@ -134,7 +136,7 @@ class ShardedWeight:
         padded[self.shape[0] :].zero_()
         return padded
 
-    def add_gradient(self, rows: Tensor) -> None:
+    def add_gradient(self, rows: Inexact[Tensor, "rows *columns"]) -> None:
         """Add this rank's rows of an averaged gradient, perhaps padded, to the shard's, in the shard's dtype."""
         shard = self.shard
         if rows.shape != shard.shape:
@@ -180,7 +182,6 @@ class WeightCollectives:
         for weight in weights:
             weight.work = work
 
-    @torch.no_grad()
     def start_reduce_scatter(self, weights: Sequence[ShardedWeight], gradients: list[Tensor]) -> PendingGradients:
         """Begin to average gradients, from `take_gradient`, over the ranks; each rank gets its rows of them.
 
@@ -208,7 +209,6 @@ class PendingGradients:
     rows: list[Tensor]
     work: dist.Work
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Wait, and add the rows to the shards' gradients."""
         self.work.wait()
