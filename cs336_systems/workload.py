@@ -6,6 +6,7 @@ profiles the step does not know which it has.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -144,6 +145,9 @@ def compile_model(model: BasicsTransformerLM, how: str) -> None:
     All blocks share one compiled code, so "blocks" compiles in a few seconds whatever the depth; "on" also fuses across
     blocks, and its compile time grows with them. The compilation itself happens at the first call.
     """
+    if how != "off" and not torch.cuda.is_available():
+        # Inductor looks for a CUDA compiler on a CPU too, and would warn of one without a GPU.
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if how == "on":
         model.compile()
     elif how == "blocks":

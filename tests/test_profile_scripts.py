@@ -31,6 +31,7 @@ from cs336_systems.profiling.step_answers import StepRow
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import read_results
 from tests.nsys_reports import MadeReport
+from tests.script_helpers import ScriptProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL: dict[str, Any] = {"compile": "off", "attention": "naive", "optimizer": "adamw", "warmup": 1, "steps": 1}
@@ -473,3 +474,11 @@ def test_both_profilers_agree_on_a_card(tmp_path: Path) -> None:
         for label, row in first.items():
             if row.share > 0.05:
                 assert row.total_ms == pytest.approx(second[label].total_ms, rel=0.03)
+
+
+def test_a_cpu_is_not_asked_for_its_gpus_aloud(tmp_path):
+    """The profiler's library would write an error where there is no driver."""
+    quick = ["--device", "cpu", "--size", "tiny", "--ctx", 16, "--warmup", 0, "--steps", 1]
+    run = ScriptProcess(tmp_path, "profile_kernels", *quick, "--out", tmp_path / "out")
+    assert run.wait() == 0, run.errors
+    assert run.errors.splitlines() == [f"Answers, rows, kernels, trace, tables and picture: {tmp_path}/out/"]

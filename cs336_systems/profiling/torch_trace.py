@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from cs336_systems.profiling.trace import STEP, Kernel, OpenRanges, Range, Trace
 from cs336_systems.records import NotWritten
 from cs336_systems.workload import Workload
 
+_KINETO_SILENT = "5"  # above its errors
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _TORCHS_OWN = ("ProfilerStep#", "Optimizer.")  # ranges that torch opens by itself
@@ -36,6 +38,9 @@ def record_steps(step: Callable[[], object], device: torch.device | str, steps: 
     waited for. Raises NotWritten where the profiler's file did not fit on the disk.
     """
     device = torch.device(device)
+    if not torch.cuda.is_available():
+        # Or the profiler's library writes to standard error that it counted GPUs and there was no driver.
+        os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     recorded = schedule(wait=0, warmup=1, active=steps, repeat=1)
     with profile(activities=activities, schedule=recorded, acc_events=True) as profiler:
