@@ -66,6 +66,8 @@ def check_memory(cells: Sequence[BenchmarkCell]) -> None:
             f"On this CPU the steps take up to {largest / GIB:.1f} of {present / GIB:.1f} GiB by formula, and about "
             f"{_in_words(seconds)} if a core does {_GFLOPS_PER_CORE:.0f} GFLOP/s. --size tiny takes seconds."
         )
+    if any(cell.compile != "off" for cell in on_cpu):
+        tell("torch.compile makes C++ for a CPU and compiles it: a minute or so before a cell's first step.")
 
 
 def _peak_bytes(cell: BenchmarkCell) -> int:

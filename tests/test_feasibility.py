@@ -47,6 +47,8 @@ def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, m
     check_memory(named_cells(["small", "xl"], ctx=256))  # 15 steps of 0.78 TFLOP
     told = capsys.readouterr().err
     assert "take up to 2.9 of 8.0 GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
+    check_memory(named_cells(["tiny"], ctx=16, compile="blocks"))
+    assert capsys.readouterr().err.startswith("torch.compile makes C++ for a CPU")
 
 
 def test_a_cell_that_cannot_fit_is_a_row_as_on_a_gpu(eight_gib, tmp_path):

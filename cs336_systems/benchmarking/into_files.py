@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -102,6 +103,8 @@ def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
 
     Asked in a process of its own, so that this one never opens the card. Raises ValueError where there is no such card.
     """
+    if sys.stderr.isatty():
+        tell("Importing PyTorch and looking for a GPU …")  # seconds, once
     outcome = run_isolated(_probe, device, command)
     check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
     resolved, provenance, available = outcome.value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -15,6 +16,8 @@ from tqdm import tqdm
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
 from cs336_systems.records import ResultsFile, is_row_of
+
+_TICK_S = 1.0
 
 
 def run_sweep(
@@ -73,9 +76,25 @@ def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, An
     return row_type(**{**dict.fromkeys(row_type.__dataclass_fields__), **asdict(cell), **ending, **values})
 
 
-def progress(n_cells: int, n_done: int = 0, disable: bool = False) -> Any:
-    """A progress bar over cells, of which the first are done. That nobody can read it any more stops no measurement."""
-    return tqdm(total=n_cells, initial=n_done, unit="cell", file=_WhileItCan(), disable=disable)
+@contextmanager
+def progress(n_cells: int, n_done: int = 0, disable: bool = False) -> Generator[Any]:
+    """A progress bar over cells, of which the first are done. That nobody can read it any more stops no measurement.
+
+    On a terminal its clock goes on within a cell too, which may compile for a minute.
+    """
+    with tqdm(total=n_cells, initial=n_done, unit="cell", file=_WhileItCan(), disable=disable) as bar:
+        ended = threading.Event()
+
+        def tick() -> None:
+            while not ended.wait(_TICK_S):
+                bar.refresh()
+
+        if sys.stderr.isatty() and not disable:
+            threading.Thread(target=tick, daemon=True).start()
+        try:
+            yield bar
+        finally:
+            ended.set()
 
 
 class _WhileItCan:
