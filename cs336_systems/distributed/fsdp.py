@@ -129,8 +129,8 @@ class FullyShardedDataParallel(nn.Module):
         """Replace the layer's forward by one that puts the whole weight into the layer while it runs.
 
         It is put into the instance's dictionary, where attributes are looked up before a module's parameters: the
-        parameter stays registered, under its name, all the time. Hooks before and after forward would do the same in
-        twice the time.
+        parameter stays registered, under its name, all the time. Hooks before and after forward could do the same, for
+        more of the host's time.
         """
         manager, forward = self._manager, layer.forward
         needs_weight_in_backward = not isinstance(layer, _EMBEDDING)

@@ -198,7 +198,7 @@ class WeightCollectives:
             work = self._group._reduce_scatter_base(rows[0], gradients[0], self._reduction)
         else:
             work = self._group.reduce_scatter_tensor_coalesced(rows, gradients, self._reduction)
-        return PendingGradients(weights, rows, work)
+        return PendingGradients(weights, gradients, rows, work)
 
 
 @dataclass
@@ -206,12 +206,14 @@ class PendingGradients:
     """A reduce-scatter on its way, whose results nobody may look at before `finish`."""
 
     weights: Sequence[ShardedWeight]
+    gradients: list[Tensor]  # whose memory is read until the wait is over
     rows: list[Tensor]
     work: dist.Work
 
     def finish(self) -> None:
         """Wait, and add the rows to the shards' gradients."""
         self.work.wait()
+        self.gradients.clear()
         for weight, rows in zip(self.weights, self.rows, strict=True):
             weight.add_gradient(rows)
 
