@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.cli import command_line, parse
 from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
 
 
@@ -63,20 +63,13 @@ def main() -> None:
 
     snapshot, out = options.pop("snapshot"), options["out"]
     if snapshot is not None:
-        with refusing_bad_input():
-            report = memory_profile.report_snapshot(snapshot, out)
-        print(report)
+        memory_profile.show_snapshot(snapshot, out)
         return
     run_detailed_sweep(
-        command_line(),
-        "memory",
-        memory_profile.MemoryRow,
+        command_line(), "memory", memory_profile.MemoryRow,
         ("memory_allocations", memory_profile.AllocationRow, "largest"),
-        partial(memory_profile.measure_memory, out=out),
-        memory_profile.write_files,
-        steps=1,
-        **options,
-    )
+        partial(memory_profile.measure_memory, out=out), memory_profile.write_files, steps=1, **options,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from cs336_systems.accounting.memory import autocast_weight_bytes, residual_stream_bytes, saved_activation_bytes
 from cs336_systems.accounting.training_memory import training_memory
+from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.profiling.memory_picture import plot_peaks, plot_timeline
 from cs336_systems.profiling.memory_recording import load_snapshot, record_step, save_snapshot
@@ -82,7 +83,7 @@ def measure_memory(cell: BenchmarkCell, out: Path) -> dict[str, Any]:
     residual = _residual_bytes(workload)
     try:
         for _ in range(cell.warmup):
-            workload.step(_no_phase)
+            workload.step(nullcontext)
     except (torch.OutOfMemoryError, MemoryError):
         workload.loss = None  # the recorded step will run into it too, and show where
     if on_gpu:
@@ -168,10 +169,6 @@ def _summary(cell: BenchmarkCell, timeline: MemoryTimeline) -> dict[str, Any]:
     return results
 
 
-def _no_phase(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 COLUMNS = {
     "size": "size",
     "ctx": "ctx",
@@ -250,3 +247,10 @@ def report_snapshot(path: Path, out: Path) -> str:
     for kind in timeline.largest(N_LARGEST):
         lines.append(f"| {kind.size / MIB:.2f} | {kind.count} | {kind.phase} | {kind.category} | {kind.line} |")
     return "\n".join(lines)
+
+
+def show_snapshot(path: Path, out: Path) -> None:
+    """Prints `report_snapshot`; what is no snapshot ends the program with status 2."""
+    with refusing_bad_input():
+        report = report_snapshot(path, out)
+    show(report)
