@@ -5,13 +5,31 @@ On a GPU it is do_bench itself. Elsewhere the host's clock stands in for the GPU
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cs336_systems.accounting.flops import peak_tflops
+from cs336_systems.benchmarking.attention_cells import peak_allocated_gib, reset_peak
+from cs336_systems.benchmarking.grouped_sweep import Skipped
 from cs336_systems.benchmarking.timing import synchronize
+
+
+@dataclass
+class Work:
+    """A call to time. `inputs` are the tensors whose gradients it writes; `n_bytes` is the memory traffic if each
+    tensor is read and written once, `flops` the operations of its matrix products; 0 for what does not count."""
+
+    call: Callable[[], Any]
+    inputs: Sequence[Tensor] = ()
+    n_bytes: int = 0
+    flops: int = 0
 
 
 def time_calls(
@@ -72,3 +90,44 @@ def recorded(call: Callable[[], object], stream: torch.cuda.Stream) -> Callable[
 def drop_gradients(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         tensor.grad = None
+
+
+def measure_work(
+    make: Callable[[], Work], cell: Any, device: torch.device, max_call_ms: float = math.inf
+) -> tuple[Work, dict[str, Any]]:
+    """What `make()` returns, and a row's fields of its time, rate and memory.
+
+    The cell says for how long the call is repeated (`warmup_ms`, `rep_ms`), whether all of it is `timed` or its
+    "kernels" alone, and by its `precision` what peak the rate is compared with.
+
+    Raises:
+        Skipped: one call takes longer than `max_call_ms`.
+    """
+    stream = torch.cuda.Stream(device) if cell.timed == "kernels" else None
+    with torch.cuda.stream(stream):  # autograd runs backward on forward's stream, which is then the one recorded
+        work = make()
+        work.call()  # compiles, and tunes
+    drop_gradients(work.inputs)
+    reset_peak(device)
+    call_ms = time_once(work.call, device)
+    peak_memory_gib = peak_allocated_gib(device)
+    if call_ms > max_call_ms:
+        raise Skipped(f"one call took {call_ms:.0f} ms, more than {max_call_ms}")
+    call = work.call
+    if stream is not None:
+        drop_gradients(work.inputs)
+        call = recorded(call, stream)
+    times = time_calls(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
+    median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
+    tflops = work.flops / median / 1e9 if work.flops else None
+    peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None
+    return work, {
+        "median_ms": median,
+        "p20_ms": p20,
+        "p80_ms": p80,
+        "min_ms": min(times),
+        "repetitions": len(times),
+        "tflops": tflops,
+        "peak_share": tflops / peak if tflops and peak else None,
+        "peak_memory_gib": peak_memory_gib,
+    }

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from cs336_systems.accounting.flops import attention_flops, peak_tflops
+from cs336_systems.accounting.flops import attention_flops
 from cs336_systems.benchmarking.attention_cells import (
     AttentionCell,
     check_not_empty,
     make_inputs,
-    peak_allocated_gib,
     prepare_device,
-    reset_peak,
     without_leftovers,
 )
 from cs336_systems.benchmarking.grouped_sweep import Skipped, run_grouped_sweep
@@ -27,8 +26,9 @@ from cs336_systems.configs import check
 from cs336_systems.records import ResultsFile
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from cs336_systems.benchmarking.call_timing import Work
 
 Phase = Literal["forward", "backward", "both"]
 CompiledShapes = Literal["dynamic", "static"]
@@ -104,6 +104,7 @@ class FlashMeasure:
     def __call__(self, cell: FlashCell) -> dict[str, Any]:
         """The row's results. Raises `Unsupported` with the peer's reason, and `Skipped` where it took too long."""
         from cs336_systems.benchmarking.attention_peers import open_peer
+        from cs336_systems.benchmarking.call_timing import measure_work
 
         everything_but_length = (cell.precision, cell.head_dim, cell.is_causal, cell.batch_size, cell.heads, cell.phase)
         if everything_but_length in self._too_slow:
@@ -111,7 +112,9 @@ class FlashMeasure:
         device = prepare_device(cell)
         try:
             with open_peer(cell.implementation, device, _compiler(cell)) as attention:
-                results = without_leftovers(lambda: _measure_pass(cell, attention, device), device)
+                results = without_leftovers(
+                    lambda: measure_work(lambda: _work_of(cell, attention), cell, device, cell.max_call_ms)[1], device
+                )
                 results["relative_error"] = _relative_error(cell, attention)
                 return results
         except Skipped as error:
@@ -132,52 +135,20 @@ def _compiler(cell: FlashCell) -> Callable[[Callable], Callable]:
     return lambda function: compile_once(function, dynamic, key)
 
 
-def _measure_pass(cell: FlashCell, attention: Callable[..., Tensor], device: torch.device) -> dict[str, Any]:
-    import numpy as np
-    import torch
+def _work_of(cell: FlashCell, attention: Callable[..., Tensor]) -> Work:
+    """The call to time. Backward is the same pass over one forward's graph, again and again; it is timed by itself, not
+    as a difference."""
+    from cs336_systems.benchmarking.call_timing import Work
 
-    from cs336_systems.benchmarking.call_timing import drop_gradients, recorded, time_calls, time_once
-
-    stream = torch.cuda.Stream(device) if cell.timed == "kernels" else None
-    with torch.cuda.stream(stream):  # autograd runs backward on forward's stream, which is then the one recorded
-        call, inputs = _pass_of(cell, attention)
-        call()  # compiles, and tunes
-    drop_gradients(inputs)
-    reset_peak(device)
-    call_ms = time_once(call, device)
-    peak_memory_gib = peak_allocated_gib(device)
-    if call_ms > cell.max_call_ms:
-        raise Skipped(f"one call took {call_ms:.0f} ms, more than {cell.max_call_ms}")
-    if stream is not None:
-        drop_gradients(inputs)
-        call = recorded(call, stream)
-    times = time_calls(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=inputs)
-    median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
-    flops = attention_flops(cell.batch_size, cell.heads, cell.length, cell.head_dim, cell.is_causal)[cell.phase]
-    tflops = flops / median / 1e9
-    peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None
-    return {
-        "median_ms": median,
-        "p20_ms": p20,
-        "p80_ms": p80,
-        "min_ms": min(times),
-        "repetitions": len(times),
-        "tflops": tflops,
-        "peak_share": tflops / peak if peak else None,
-        "peak_memory_gib": peak_memory_gib,
-    }
-
-
-def _pass_of(cell: FlashCell, attention: Callable[..., Tensor]) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-    """The call to time, and the inputs whose gradients it writes. Backward is the same pass over one forward's graph,
-    again and again; it is timed by itself, not as a difference."""
     q, k, v, do = make_inputs(cell, cell.batch_size, cell.heads)
+    flops = attention_flops(cell.batch_size, cell.heads, cell.length, cell.head_dim, cell.is_causal)[cell.phase]
+    work = partial(Work, inputs=(q, k, v), flops=flops)
     if cell.phase == "forward":
-        return lambda: attention(q, k, v, cell.is_causal), (q, k, v)
+        return work(lambda: attention(q, k, v, cell.is_causal))
     if cell.phase == "backward":
         o = attention(q, k, v, cell.is_causal)
-        return lambda: o.backward(do, retain_graph=True), (q, k, v)
-    return lambda: attention(q, k, v, cell.is_causal).backward(do), (q, k, v)
+        return work(lambda: o.backward(do, retain_graph=True))
+    return work(lambda: attention(q, k, v, cell.is_causal).backward(do))
 
 
 def _relative_error(cell: FlashCell, attention: Callable[..., Tensor]) -> float | None:

@@ -11,12 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cs336_systems.accounting.flops import peak_tflops
 from cs336_systems.benchmarking.attention_cells import (
     check_not_empty,
-    peak_allocated_gib,
     prepare_device,
-    reset_peak,
     without_leftovers,
 )
 from cs336_systems.benchmarking.flash_benchmark import Timed
@@ -155,39 +152,11 @@ class KernelMeasure:
 
 
 def _measure(cell: KernelCell, device: Any) -> dict[str, Any]:
-    import numpy as np
-    import torch
-
-    from cs336_systems.benchmarking.call_timing import drop_gradients, recorded, time_calls, time_once
+    from cs336_systems.benchmarking.call_timing import measure_work
     from cs336_systems.benchmarking.kernel_peers import make_work
 
-    stream = torch.cuda.Stream(device) if cell.timed == "kernels" else None
-    with torch.cuda.stream(stream):  # autograd runs backward on forward's stream, which is then the one recorded
-        work = make_work(cell)
-        work.call()  # compiles
-    drop_gradients(work.inputs)
-    reset_peak(device)
-    time_once(work.call, device)
-    peak_memory_gib = peak_allocated_gib(device)
-    call = work.call
-    if stream is not None:
-        drop_gradients(work.inputs)
-        call = recorded(call, stream)
-    times = time_calls(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
-    median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
-    tflops = work.flops / median / 1e9 if work.flops else None
-    peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None
-    return {
-        "median_ms": median,
-        "p20_ms": p20,
-        "p80_ms": p80,
-        "min_ms": min(times),
-        "repetitions": len(times),
-        "gb_per_s": work.n_bytes / median / 1e6 if work.n_bytes else None,
-        "tflops": tflops,
-        "peak_share": tflops / peak if tflops and peak else None,
-        "peak_memory_gib": peak_memory_gib,
-    }
+    work, measured = measure_work(lambda: make_work(cell), cell, device)
+    return measured | {"gb_per_s": work.n_bytes / measured["median_ms"] / 1e6 if work.n_bytes else None}
 
 
 def kernel_cells(

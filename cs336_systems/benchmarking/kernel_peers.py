@@ -4,8 +4,7 @@ PyTorch's own fused function do it, with the memory traffic or the operations th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from cs336_basics.model import BasicsTransformerLM, silu
 from cs336_basics.optimizer import AdamW
 from cs336_basics.rotary import RotaryEmbedding
 from cs336_systems.benchmarking.attention_cells import torch_dtype
+from cs336_systems.benchmarking.call_timing import Work
 from cs336_systems.kernels import support
 
 if TYPE_CHECKING:
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
 LOSS_CHUNK = 4096  # tokens of a chunk in the chunked peer of linear-cross-entropy
 RMS_EPS = 1e-5
-
-
-@dataclass
-class Work:
-    """A call to time. `inputs` are the tensors whose gradients it writes; `n_bytes` is the memory traffic if each
-    tensor is read and written once, `flops` the operations of its matrix products; 0 for what does not count."""
-
-    call: Callable[[], Any]
-    inputs: Sequence[Tensor] = ()
-    n_bytes: int = 0
-    flops: int = 0
 
 
 def make_work(cell: KernelCell) -> Work:
