@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from cs336_systems.distributed.lifeline import own_address
 from cs336_systems.distributed.process_group import Placement, RankContext, _gpu_index, launcher, run_ranks
 from cs336_systems.distributed.spawn import start_context
 from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
+from tests.script_helpers import ScriptProcess, wait_until
 from tests.train_under_torchrun import N_STEPS
 
 END_S = 30.0
@@ -217,6 +220,35 @@ def test_a_benchmark_under_a_launcher_writes_on_rank_0_and_resumes_on_all(tmp_pa
     assert outputs[1].read_text() == "[]\n"
     assert (folders[0] / "all_reduce.json").exists()
     assert not (folders[1] / "all_reduce.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_path: Path) -> None:
+    """As in a terminal, all ranks hear it, and once more when the launcher passes it on."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sizes = [f"{0.001 * n:.3f}" for n in range(1, 400)]
+    arguments = ["--device", "cpu", "--sizes-mb", *sizes, "--repeats", "1", "--out", tmp_path / "out"]
+    folders = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    ranks = []
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        environment = _torchrun_environment(rank, 2, store.port, tmp_path)
+        ranks.append(ScriptProcess(folder, "all_reduce_benchmark", *arguments, environment=environment))
+    rows_file = tmp_path / "out" / "all_reduce.json"
+    wait_until(lambda: rows_file.exists() and len(json.loads(rows_file.read_text())["rows"]) >= 2, "the second row")
+    for _ in range(2):
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                rank.send_signal(number)
+    # Who is in a collective first hears that the other has ended.
+    assert ranks[0].wait() in (128 + number, 1)
+    assert ranks[1].wait() in (-number, 1)
+    assert "Traceback" not in ranks[0].errors + ranks[1].errors
+    n_rows = len(json.loads(rows_file.read_text())["rows"])
+    assert f"The {n_rows} rows so far are in {rows_file}; --resume goes on from there." in ranks[0].errors
+    tables = [(tmp_path / "out" / f"all_reduce.{kind}").read_text() for kind in ("md", "csv", "tex")]
+    assert [tables[0].count("| ok "), len(tables[1].splitlines())] == [n_rows, n_rows + 1]
+    assert (tmp_path / "out" / "all_reduce.png").exists()
 
 
 def test_a_slurm_task_with_a_gpu_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,11 +65,22 @@ def sweep_into_files(
         tell("\nInterrupted; --resume goes on from here.")
         raise SystemExit(130) from None
     finally:
-        if results.rows:
-            with _explaining(OSError, results, told):  # all that happens here is writing
-                text = write_files(results)
-            show(text)
-            tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
+        finish_files(results, write_files, told)
+
+
+def finish_files(
+    results: ResultsFile, write_files: Callable[[ResultsFile], str], told: list[str] | None = None
+) -> None:
+    """Writes the files of the rows so far, if there are any, and prints their text; what `told` has is not said again.
+
+    Raises:
+        SystemExit: 1 where a file could not be written, after a line that says how to go on.
+    """
+    if results.rows:
+        with _explaining(OSError, results, [] if told is None else told):  # all that happens here is writing
+            text = write_files(results)
+        show(text)
+        tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
 
 
 def _ignore_interrupts() -> None:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.into_files import sweep_into_files
+from cs336_systems.benchmarking.into_files import finish_files, sweep_into_files
+from cs336_systems.cli import tell
 from cs336_systems.configs import check
+from cs336_systems.distributed.last_words import finishing
 from cs336_systems.distributed.process_group import LONGEST_TIMEOUT_S
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import ResultsFile, write_atomically
+from cs336_systems.signals import ended_by_signals
 
 # What tells the cells of one run apart; all else is the workload that its tables are of.
 VARIED = ("precision", "world_size", "batch_size", "implementation", "max_ctas", "high_priority")
@@ -37,15 +40,23 @@ def ranks_into_files(
         RankFailedError: a rank failed; the tables are written, and a note of the error says how to go on.
     """
     if results is None:
-        sweep()
+        with ended_by_signals():
+            sweep()
         return
     try:
-        sweep_into_files(results, sweep, write_files)
+        with finishing(lambda: _finish_launched(results, write_files)):
+            sweep_into_files(results, sweep, write_files)
     except RankFailedError as error:
         error.add_note(f"\nThe {len(results.rows)} rows before are in {results.path}; --resume goes on from there.")
         raise
     if must_measure and all(row.status != "ok" for row in results.rows):
         raise SystemExit(1)
+
+
+def _finish_launched(results: ResultsFile, write_files: Callable[[ResultsFile], str]) -> None:
+    """What rank 0 of a launched job does before it ends by Ctrl-C, its own error or another rank's."""
+    finish_files(results, write_files)
+    tell(f"The {len(results.rows)} rows so far are in {results.path}; --resume goes on from there.")
 
 
 def check_same_workload(results: ResultsFile | None, cells: Sequence[Any], varied: Collection[str] = VARIED) -> None:

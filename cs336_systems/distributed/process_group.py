@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import pickle
+import signal
 import socket
 import sys
 import traceback
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from cs336_systems.distributed import slurm
+from cs336_systems.distributed.last_words import end_at_once
 from cs336_systems.distributed.lifeline import lifeline, own_address
 from cs336_systems.distributed.spawn import spawn_processes
 
@@ -278,8 +280,12 @@ def _launched_store(placement: Placement, timeout_s: float) -> tuple[dist.Store,
 
 
 def _report_and_exit(error: BaseException, placement: Placement) -> None:
-    """Print whose traceback this is and end the process at once, so that the launcher sees it and ends the others:
-    an ordinary exit would wait for NCCL kernels whose peers never come."""
+    """Print whose traceback this is and end the process at once, so that the launcher sees it and ends the others.
+    Ctrl-C and a request to stop are known to whoever sent them to all ranks, and end without a traceback."""
+    if isinstance(error, KeyboardInterrupt):
+        end_at_once(128 + signal.SIGINT)
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # what scripts make of it
+        end_at_once(128 + signal.SIGTERM)
     where = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
     text = "".join(traceback.format_exception(error))
     print(f"{where} raised {type(error).__name__}:\n{text}", file=sys.stderr, flush=True)
@@ -288,5 +294,4 @@ def _report_and_exit(error: BaseException, placement: Placement) -> None:
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
         ErrorHandler().record_exception(error)  # torchrun's own summary then names the rank and its error
-    sys.stdout.flush()
-    os._exit(1)
+    end_at_once(1)

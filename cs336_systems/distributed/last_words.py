@@ -1,0 +1,51 @@
+"""What a rank of a launched job still does when it must end at once.
+
+It ends by `os._exit`: an ordinary exit would wait for NCCL kernels whose peers never come. So nothing is run that an
+exception would run on its way out, but for what is registered here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NoReturn
+
+_to_finish: list[Callable[[], None]] = []
+_ending = threading.Lock()
+
+
+@contextmanager
+def finishing(function: Callable[[], None]) -> Generator[None]:
+    """Inside, `end_at_once` calls `function()` first, e.g. to write tables of the rows so far."""
+    _to_finish.append(function)
+    try:
+        yield
+    finally:
+        _to_finish.remove(function)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Ends this process with an exit status, after what is to be finished. Of several threads the first does it.
+
+    Ctrl-C and SIGTERM, which a launcher sends on to its ranks, are not answered any more; it waits half a minute before
+    it kills.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    with _ending:
+        for function in reversed(_to_finish):
+            try:
+                function()
+            except SystemExit:  # it has said why it could not
+                pass
+            except BaseException:
+                traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
