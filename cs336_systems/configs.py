@@ -192,18 +192,22 @@ def named_cell(size: str, ctx: int, **parameters) -> BenchmarkCell:
     return BenchmarkCell(**(named_shape(size) | parameters), ctx=ctx)
 
 
+def combinations(**parameters: Any) -> list[dict[str, Any]]:
+    """The product of all parameters, the last one varying fastest: each is one value or a tuple of values.
+
+    For example `combinations(a=1, b=(2, 3))` is `[{"a": 1, "b": 2}, {"a": 1, "b": 3}]`.
+    """
+    varied = [value if isinstance(value, tuple) else (value,) for value in parameters.values()]
+    return [dict(zip(parameters, values, strict=True)) for values in product(*varied)]
+
+
 def sweep_cells(shapes: Iterable[dict[str, Any]], **parameters: Any) -> list[BenchmarkCell]:
-    """The product of all parameters for each shape (`named_shape`'s, or one of one's own): each keyword is one value or
-    a tuple of values, and takes the place of the shape's. A value given twice is one cell.
+    """A cell for each shape (`named_shape`'s, or one of one's own) and each of the parameters' `combinations`, which
+    take the place of the shape's values. A cell that is there twice is one.
 
     Raises ValueError for the first cell that cannot be.
     """
-    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
-    cells = (
-        BenchmarkCell(**{**shape, **dict(zip(varied, values, strict=True))})
-        for shape in shapes
-        for values in product(*varied.values())
-    )
+    cells = (BenchmarkCell(**{**shape, **values}) for shape in shapes for values in combinations(**parameters))
     return list(dict.fromkeys(cells))
 
 

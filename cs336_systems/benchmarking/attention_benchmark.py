@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,7 +25,7 @@ from cs336_systems.benchmarking.attention_cells import (
 )
 from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
-from cs336_systems.configs import check
+from cs336_systems.configs import check, combinations
 from cs336_systems.records import ResultsFile, Statistics
 
 if TYPE_CHECKING:
@@ -170,12 +169,8 @@ def run_attention_benchmark(
             "length": length,
         }
         check_not_empty(**varied)
-        return [
-            AttentionBenchmarkCell(
-                **settings, device=device, is_causal=causal, **dict(zip(varied, values, strict=True))
-            )
-            for values in product(*varied.values())
-        ]
+        common: dict[str, Any] = {**settings, "device": device, "is_causal": causal}
+        return [AttentionBenchmarkCell(**common, **values) for values in combinations(**varied)]
 
     def sweep(cells: list[AttentionBenchmarkCell], results: ResultsFile) -> None:
         run_grouped_sweep(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,7 +21,7 @@ from cs336_systems.benchmarking.attention_cells import (
 )
 from cs336_systems.benchmarking.grouped_sweep import Skipped, run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
-from cs336_systems.configs import check
+from cs336_systems.configs import check, combinations
 from cs336_systems.records import ResultsFile
 
 if TYPE_CHECKING:
@@ -170,13 +169,12 @@ def _relative_error(cell: FlashCell, attention: Callable[..., Tensor]) -> float 
 
 
 def flash_cells(**parameters: Any) -> list[FlashCell]:
-    """The product of all parameters, the last one varying fastest: each is one value or a tuple of values.
+    """A cell for each of the parameters' `combinations`.
 
     Raises ValueError for the first cell that cannot be, and for a parameter of no values.
     """
     check_not_empty(**parameters)
-    varied = {name: value if isinstance(value, tuple) else (value,) for name, value in parameters.items()}
-    return [FlashCell(**dict(zip(varied, values, strict=True))) for values in product(*varied.values())]
+    return [FlashCell(**values) for values in combinations(**parameters)]
 
 
 def run_flash_benchmark(
