@@ -5,11 +5,12 @@ Plain data with its checks: no torch here, so that a command line can be parsed,
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -28,6 +29,22 @@ def check(condition: bool, name: str, value: object, allowed: str) -> None:
     """Raises ValueError, naming the argument, its value and what is allowed, unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}={value!r}: {allowed}")
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Raises ValueError, as `check`, for a value that is none of `allowed`."""
+    check(value in allowed, name, value, f"must be one of {', '.join(allowed)}")
+
+
+def check_choices(config: object) -> None:
+    """Raises ValueError for the first field of a dataclass whose type is a Literal and whose value is none of that."""
+    for name, allowed in _choices(type(config)).items():
+        check_choice(name, getattr(config, name), allowed)
+
+
+@functools.cache
+def _choices(config_type: type) -> dict[str, tuple[str, ...]]:
+    return {name: get_args(hint) for name, hint in get_type_hints(config_type).items() if get_origin(hint) is Literal}
 
 
 def check_device(device: str, precision: str) -> None:
@@ -130,17 +147,8 @@ class BenchmarkCell:
     num_heads: int = 4
 
     def __post_init__(self) -> None:
-        check(self.size in SIZE_NAMES, "size", self.size, f"must be one of {', '.join(SIZE_NAMES)}")
-        for name, choices in (
-            ("mode", Mode),
-            ("precision", Precision),
-            ("compile", Compile),
-            ("attention", Attention),
-            ("kernels", Kernels),
-            ("optimizer", Optimizer),
-        ):
-            allowed = get_args(choices)
-            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        check_choice("size", self.size, SIZE_NAMES)
+        check_choices(self)
         check(1 <= self.ctx <= LARGEST, "ctx", self.ctx, f"must be between 1 and {LARGEST}")
         check(self.warmup >= 0, "warmup", self.warmup, "must be 0 or more")
         check(self.steps >= 1, "steps", self.steps, "must be at least 1")
@@ -176,7 +184,7 @@ class BenchmarkCell:
 def named_shape(size: str) -> dict[str, Any]:
     """What a size's name stands for: `BenchmarkCell`'s size, hyperparameters and vocabulary. ValueError for a size that
     has no name here."""
-    check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
+    check_choice("size", size, MODEL_SIZES)
     named = MODEL_SIZES[size]
     return {
         "size": size,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cs336_systems.accounting.training_memory import Sharding
 from cs336_systems.cli import parse, refusing_bad_input
-from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check
+from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check_choice
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def main() -> None:
     size, ctx, _ = (options.pop(name) for name in ("size", "ctx", "handout"))
     shape = {name: options.pop(name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")}
     with refusing_bad_input():
-        check(size in MODEL_SIZES, "size", size, f"must be one of {', '.join(MODEL_SIZES)}")
+        check_choice("size", size, MODEL_SIZES)
         given = {name: value for name, value in shape.items() if value is not None}
         config = replace(MODEL_SIZES[size], context_length=ctx, **given)
         report = model_report(config, context_length=ctx, **options)

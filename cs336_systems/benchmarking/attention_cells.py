@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cs336_systems.configs import Precision, check, check_device
+from cs336_systems.configs import Precision, check, check_choices, check_device
 
 if TYPE_CHECKING:
     import torch
@@ -55,9 +55,7 @@ class AttentionCell:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (("implementation", PeerName), ("precision", Precision)):
-            allowed = get_args(choices)
-            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        check_choices(self)
         check(1 <= self.head_dim <= MAX_HEAD_DIM, "head_dim", self.head_dim, f"must be from 1 to {MAX_HEAD_DIM}")
         check(self.length >= 1, "length", self.length, "must be at least 1")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")

@@ -26,7 +26,7 @@ from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_fil
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import check
+from cs336_systems.configs import check, check_choice
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
@@ -79,7 +79,7 @@ def run_convergence(
         check(at_once >= 0, "at_once", at_once, "must be 0 or more")
         check(processes >= 1, "processes", processes, "must be at least 1")
         for name in variant:
-            check(name in VARIANTS, "variant", name, f"must be one of {', '.join(VARIANTS)}")
+            check_choice("variant", name, VARIANTS)
         for value in seed:
             check(0 <= value < 2**63, "seed", value, "must be 0 or more, and less than 2**63")
         check_writable(out)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from cs336_systems.benchmarking.attention_cells import (
     check_not_empty,
@@ -19,7 +19,15 @@ from cs336_systems.benchmarking.attention_cells import (
 from cs336_systems.benchmarking.flash_benchmark import Timed
 from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
-from cs336_systems.configs import MODEL_SIZES, ModelConfig, Precision, check, check_device, named_shape
+from cs336_systems.configs import (
+    MODEL_SIZES,
+    ModelConfig,
+    Precision,
+    check,
+    check_choices,
+    check_device,
+    named_shape,
+)
 from cs336_systems.records import ResultsFile, format_value
 
 KernelName = Literal["linear-cross-entropy", "adamw", "rms-norm", "add-rms-norm", "swiglu", "rope"]
@@ -70,14 +78,7 @@ class KernelCell:
     timed: Timed = "calls"
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("kernel", KernelName),
-            ("implementation", ImplementationName),
-            ("precision", Precision),
-            ("timed", Timed),
-        ):
-            allowed = get_args(choices)
-            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        check_choices(self)
         phases = phases_of(self.kernel)
         check(self.phase in phases, "phase", self.phase, f"must be one of {', '.join(phases)} for {self.kernel}")
         check(

@@ -18,7 +18,7 @@ from cs336_systems.benchmarking.model_benchmark import (
 from cs336_systems.benchmarking.plots import plot_phases
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import SIZE_NAMES, check, named_shape, sweep_cells
+from cs336_systems.configs import SIZE_NAMES, check, check_choice, named_shape, sweep_cells
 from cs336_systems.records import ResultsFile
 
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -70,7 +70,7 @@ def run_benchmark(
 
 
 def _size_parameters(name: str, vocab_size: int | None, given: dict[str, int | None]) -> dict[str, Any]:
-    check(name in SIZE_NAMES, "size", name, f"must be one of {', '.join(SIZE_NAMES)}")
+    check_choice("size", name, SIZE_NAMES)
     if name == "custom":
         for flag, value in given.items():
             check(value is not None, flag, value, "--size custom needs it (with d_model, d_ff, num_layers, num_heads)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from cs336_systems.configs import (
     MODEL_SIZES,
@@ -20,6 +20,8 @@ from cs336_systems.configs import (
     Optimizer,
     Precision,
     check,
+    check_choice,
+    check_choices,
 )
 
 Parallel = Literal["none", "ddp", "bucketed", "fsdp"]
@@ -125,17 +127,7 @@ class TrainConfig(TrainArguments):
         return min(20, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("precision", Precision),
-            ("attention", Attention),
-            ("kernels", Kernels),
-            ("compile", Compile),
-            ("optimizer", Optimizer),
-            ("parallel", Parallel),
-            ("token_dtype", TokenDtype),
-        ):
-            allowed = get_args(choices)
-            check(getattr(self, name) in allowed, name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        check_choices(self)
         for name in (
             "ctx",
             "batch_size",
@@ -215,7 +207,7 @@ class TrainConfig(TrainArguments):
         )
 
     def _check_shape(self) -> None:
-        check(self.size in SIZE_NAMES, "size", self.size, f"must be one of {', '.join(SIZE_NAMES)}")
+        check_choice("size", self.size, SIZE_NAMES)
         for name in _SHAPE:
             value = getattr(self, name)
             if self.size == "custom":
