@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from cs336_systems.benchmarking import attention_plots
 from cs336_systems.benchmarking.attention_benchmark import (
     AttentionBenchmarkCell,
     AttentionBenchmarkRow,
@@ -219,6 +220,19 @@ def test_tables_have_lengths_down_and_implementations_across():
         ["128", "1 (100)"],
     ]
     assert why_unsupported(rows, "precision") == "- sdpa-cudnn (bf16, fp32) is unsupported: no GPU"
+
+
+@pytest.mark.parametrize(("most", "scale"), [(9.0, "linear"), (500.0, "log")])
+def test_values_over_more_than_a_decade_are_drawn_on_a_logarithmic_scale(tmp_path, monkeypatch, most, scale):
+    drawn = []
+    monkeypatch.setattr(attention_plots, "save_figure", lambda figure, path: drawn.extend(figure.axes))
+    rows = [
+        replace(_flash_row("naive", 128, 2.0), tflops=1.0),
+        replace(_flash_row("naive", 1024, 2.0, head_dim=16), tflops=most),
+    ]
+    plot_flash(rows, tmp_path)
+    assert [axis.get_yscale() for axis in drawn] == [scale] * len(drawn)
+    assert len({axis.get_ylim() for axis in drawn}) == (1 if scale == "log" else 2)
 
 
 def test_plots_of_rows_with_gaps(tmp_path):

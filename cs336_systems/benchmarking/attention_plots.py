@@ -28,16 +28,17 @@ def plot_flash(rows: Sequence[FlashRow], directory: Path) -> list[Path]:
             chosen, "phase", "tflops", f"TFLOP/s, {precision}", directory / f"flash_benchmark_tflops_{precision}.png"
         )
     weighed = [row for row in rows if row.phase == "both" and row.peak_memory_gib is not None]
-    paths += _plot_grid(
-        weighed, "precision", "peak_memory_gib", "peak GiB", directory / "flash_benchmark_memory.png", log=True
-    )
+    paths += _plot_grid(weighed, "precision", "peak_memory_gib", "peak GiB", directory / "flash_benchmark_memory.png")
     return paths
 
 
-def _plot_grid(rows: Sequence[Any], down: str, field: str, label: str, path: Path, log: bool = False) -> list[Path]:
-    """Panels of `field` over the length: field `down` down, head_dim and whatever else makes a shape across."""
+def _plot_grid(rows: Sequence[Any], down: str, field: str, label: str, path: Path) -> list[Path]:
+    """Panels of `field` over the length: field `down` down, head_dim and whatever else makes a shape across. Values
+    over more than a decade are drawn on a logarithmic scale, the same in all panels."""
     if not rows:
         return []
+    values = [getattr(row, field) for row in rows]
+    log = 0 < min(values) < max(values) / 10
     places = sorted(_values(rows, down), key=PHASES.index) if down == "phase" else _values(rows, down)
     shapes = _shapes(rows)
     figure, axes = new_figure(len(shapes), len(places), width=3.4, height=2.9)
@@ -49,6 +50,7 @@ def _plot_grid(rows: Sequence[Any], down: str, field: str, label: str, path: Pat
             _label_lengths(axis, rows)
             if log:
                 axis.set_yscale("log")
+                axis.set_ylim(min(values) / 1.5, max(values) * 1.5)
             else:
                 axis.set_ylim(bottom=0)
             axis.set_title(f"{title}, {place}", fontsize=9)
@@ -60,7 +62,7 @@ def _plot_grid(rows: Sequence[Any], down: str, field: str, label: str, path: Pat
 
 def plot_attention(rows: Sequence[AttentionBenchmarkRow], path: Path) -> None:
     """Forward (solid) and backward (dotted) times over the length, and under them the memory in use before backward
-    (and by formula, thin and grey); a column a head_dim. Compiled implementations have hollow markers."""
+    (and by formula, broad and grey beneath it); a column a head_dim. Compiled implementations have hollow markers."""
     head_dims = _values(rows, "head_dim")
     figure, axes = new_figure(len(head_dims), 2, width=3.4, height=2.9)
     for column, head_dim in enumerate(head_dims):
@@ -77,7 +79,7 @@ def plot_attention(rows: Sequence[AttentionBenchmarkRow], path: Path) -> None:
                 weighed = [row for row in measured if row.memory_before_backward_gib is not None]
                 _draw_line(memory_axis, weighed, "memory_before_backward_gib", COLOUR_OF[name], label, **style)
                 if compiled == "off":
-                    _draw_line(memory_axis, line, "formula_gib", "#999999", None, marker="", linewidth=0.8)
+                    _draw_line(memory_axis, line, "formula_gib", "#cccccc", None, marker="", linewidth=5, zorder=1)
         for axis in (time_axis, memory_axis):
             axis.set_yscale("log")
             axis.set_title(f"head_dim {head_dim}", fontsize=9)
