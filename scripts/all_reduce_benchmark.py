@@ -28,15 +28,16 @@ class Arguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     max_ctas: int | None = None
-    """NCCL's largest number of CTAs, each of which takes a multiprocessor from other kernels."""
+    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute; left to NCCL
+    unless given."""
     high_priority: bool = False
-    """Have the GPU schedule NCCL's blocks before other kernels'."""
+    """Have the GPU schedule NCCL's blocks before those of the kernels that compute."""
     timeout_s: float = 600.0
     """The limit of one collective, in seconds: ranks that wait longer for another end the run, and name it."""
     resume: bool = False
     """Keep the rows under --out and skip their cells."""
     out: Path = Path("out/all_reduce")
-    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and the plot."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
 
 
 def main() -> None:

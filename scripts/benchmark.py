@@ -49,9 +49,9 @@ class Arguments:
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     out: Path = Path("out/benchmark")
-    """Folder for the results; earlier ones there are renamed, unless resumed."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
     resume: bool = False
     """Keep the rows under --out and skip their cells."""
     cold_caches: bool = False

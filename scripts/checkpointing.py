@@ -29,7 +29,7 @@ class Arguments:
     checkpoint_every: tuple[int, ...] = (0, 1, 2)
     """Blocks in a checkpointed segment; 0 for no checkpoints, which the later ones are compared with."""
     precision: tuple[Precision, ...] = ("fp32",)
-    """bf16 and fp16 are autocast over float32 weights."""
+    """bf16 and fp16 are autocast over float32 weights; tf32 is fp32 with tensor cores."""
     attention: tuple[Attention, ...] = ("naive",)
     """The attention that the model calls."""
     optimizer: tuple[Optimizer, ...] = ("adamw",)
@@ -45,9 +45,9 @@ class Arguments:
     device: str = "auto"
     """Of the model: cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     out: Path = Path("out/checkpointing")
-    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and plots."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
     resume: bool = False
     """Keep the rows under --out and skip their cells."""
 

@@ -21,7 +21,7 @@ class Arguments:
                                 "ddp", "bucketed", "ddp-sharded-optimizer", "fsdp")  # fmt: skip
     """Also tf32 and bf16-fsdp. The others are compared with the first; what can't run here is a row that says so."""
     seed: tuple[int, ...] = (0, 1, 2)
-    """Of the weights and of the order of the data."""
+    """Seed of the weights and of the order of the data."""
     processes: int = 2
     """Ranks of the parallel variants, one a GPU."""
     at_once: int = 0
@@ -29,7 +29,7 @@ class Arguments:
     data: Path | None = None
     """As for scripts/train.py: any text file, .npy or .bin; without it, Python's own library."""
     size: str = "tiny"
-    """A named size."""
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
     ctx: int = 128
     """Context length, in tokens."""
     batch_size: int = 16
@@ -39,15 +39,15 @@ class Arguments:
     warmup_steps: int = 20
     """Steps over which the learning rate rises."""
     learning_rate: float = 1e-3
-    """The highest."""
+    """The highest learning rate."""
     min_learning_rate: float = 1e-4
-    """That of the last step."""
+    """The last step's learning rate."""
     validate_every: int = 25
-    """Steps."""
+    """Steps between validations."""
     checkpoint_every: int = 1000
-    """Steps."""
+    """Steps between checkpoints."""
     device: str = "auto"
-    """cpu, cuda, or auto: the GPU if there is one."""
+    """cpu, cuda, or auto: the first GPU if there is one."""
     out: Path = Path("out/convergence")
     """Folder for the runs and the results."""
     resume: bool = False

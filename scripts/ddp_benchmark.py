@@ -29,7 +29,7 @@ class Arguments(RankArguments):
     compile: Compile = "off"
     """torch.compile: off, on (the whole model), or blocks."""
     out: Path = Path("out/ddp")
-    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and plots."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
 
 
 def main() -> None:

@@ -53,11 +53,11 @@ class Arguments:
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the random inputs."""
+    """Seed of the random inputs."""
     out: Path = Path("out/flash_benchmark")
-    """Folder for the results; earlier ones there are renamed, unless resumed."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
     resume: bool = False
-    """Keep the rows under --out, skip their cells, and add the others."""
+    """Keep the rows under --out and skip their cells."""
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ class Arguments(RankArguments):
     implementation: tuple[str, ...] = ("ddp", "fsdp", "torch-fsdp2")
     """none (no communication), ddp, sharded-optimizer, fsdp, and PyTorch's: torch-ddp, torch-zero, torch-fsdp2."""
     out: Path = Path("out/fsdp")
-    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and the picture."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
 
 
 def main() -> None:

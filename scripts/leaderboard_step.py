@@ -34,7 +34,7 @@ class Arguments:
     implementation: tuple[Literal["fused", "torch"], ...] = ("fused", "torch")
     """fused: this project's kernels, attention, FSDP and AdamW. torch: FSDP2, SDPA, torch.compile, fused AdamW."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of parameters, gradients and AdamW's moments."""
+    """Dtype of parameters, gradients and AdamW's moments."""
     memory_gib: float | None = None
     """What the plan may use of each card. Default: 95% of it; on a CPU everything is kept."""
     kept_blocks: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Arguments:
     steps: int = 10
     """Measured steps."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     timeout_s: float = 600.0
@@ -57,7 +57,7 @@ class Arguments:
     resume: bool = False
     """Keep the rows under --out and skip their cells."""
     out: Path = Path("out/leaderboard_step")
-    """Folder for rows (JSON, CSV) and tables (Markdown, LaTeX)."""
+    """Folder for rows and tables; an earlier run's are moved aside, unless resumed."""
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ class Arguments:
     ctx: int = 256
     """Context length, in tokens."""
     mode: Mode = "train-step"
-    """forward, forward-backward, or train-step."""
+    """forward runs without autograd; forward-backward adds the loss and backward; train-step adds the optimizer."""
     precision: Precision = "fp32"
-    """fp32, tf32, bf16 or fp16."""
+    """bf16 and fp16 are autocast over float32 weights; tf32 is fp32 with tensor cores."""
     compile: Compile = "off"
     """torch.compile: off, on, or blocks; compiled code has no ranges inside."""
     attention: Attention = "naive"
@@ -32,7 +32,7 @@ class Arguments:
     optimizer: Optimizer = "adamw"
     """The project's AdamW, or PyTorch's fused one."""
     checkpoint_every: int = 0
-    """Blocks in a checkpointed segment; 0 for none."""
+    """Blocks in a checkpointed segment, run again in backward; 0 for no checkpoints."""
     warmup: int = 3
     """Steps before the profile."""
     steps: int = 3
@@ -42,7 +42,7 @@ class Arguments:
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     benchmark: Path | None = None
     """Rows of scripts/benchmark.py (benchmark.json) for the same cell without a profiler, to be set beside."""
     top: int = 8

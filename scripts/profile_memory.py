@@ -31,7 +31,7 @@ class Arguments:
     mode: tuple[Mode, ...] = ("forward", "train-step")
     """forward runs without autograd; forward-backward adds the loss and backward; train-step adds the optimizer."""
     precision: tuple[Precision, ...] = ("fp32", "bf16")
-    """bf16 and fp16 are autocast over float32 weights."""
+    """bf16 and fp16 are autocast over float32 weights; tf32 is fp32 with tensor cores."""
     compile: tuple[Compile, ...] = ("off",)
     """torch.compile: off, on (the whole model), or blocks."""
     attention: tuple[Attention, ...] = ("naive",)
@@ -39,7 +39,7 @@ class Arguments:
     optimizer: tuple[Optimizer, ...] = ("adamw",)
     """The project's AdamW, or PyTorch's fused one."""
     checkpoint_every: tuple[int, ...] = (0,)
-    """Blocks in a checkpointed segment; 0 for no checkpoints."""
+    """Blocks in a checkpointed segment, run again in backward; 0 for no checkpoints."""
     warmup: int = 1
     """Steps before the recorded one; the first of all makes the optimizer's state."""
     batch_size: int = 4
@@ -47,9 +47,9 @@ class Arguments:
     device: str = "auto"
     """cuda, cuda:N, cpu (where tensors alone are seen), or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     out: Path = Path("out/memory")
-    """Folder for snapshots, pictures and tables."""
+    """Folder for rows, tables, pictures and snapshots; earlier rows and tables are moved aside, unless resumed."""
     resume: bool = False
     """Keep the rows under --out and skip their cells."""
     snapshot: Path | None = None

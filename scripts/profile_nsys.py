@@ -24,9 +24,9 @@ class Arguments:
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     mode: tuple[Mode, ...] = ("train-step",)
-    """forward, forward-backward, or train-step."""
+    """forward runs without autograd; forward-backward adds the loss and backward; train-step adds the optimizer."""
     precision: tuple[Precision, ...] = ("fp32",)
-    """fp32, tf32, bf16 or fp16."""
+    """bf16 and fp16 are autocast over float32 weights; tf32 is fp32 with tensor cores."""
     compile: Compile = "off"
     """torch.compile: off, on, or blocks; compiled code has no ranges inside."""
     attention: Attention = "naive"
@@ -42,7 +42,7 @@ class Arguments:
     device: str = "cuda"
     """cuda or cuda:N."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     nsys: str = "nsys"
     """The program, its path, or a command with arguments that calls it, e.g. "bash wrapper.sh"."""
     unprofiled: bool = True

@@ -24,7 +24,7 @@ class Arguments:
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     precision: tuple[Precision, ...] = ("fp32", "bf16")
-    """bf16 and fp16 are autocast over float32 weights."""
+    """bf16 and fp16 are autocast over float32 weights; tf32 is fp32 with tensor cores."""
     attention: tuple[Attention, ...] = ("naive",)
     """The attention that the block calls."""
     compile: tuple[Compile, ...] = ("off",)
@@ -34,9 +34,9 @@ class Arguments:
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the random weights and input."""
+    """Seed of the random weights and input."""
     out: Path = Path("out/saved_tensors")
-    """Folder for rows (JSON, CSV) and tables (Markdown, LaTeX)."""
+    """Folder for rows and tables; an earlier run's are moved aside, unless resumed."""
     resume: bool = False
     """Keep the rows under --out and skip their cells."""
 

@@ -34,7 +34,7 @@ class Arguments(RankArguments):
     profile: bool = False
     """Profile one step of each, for the timeline and the communication that nothing covers."""
     out: Path = Path("out/scaling")
-    """Folder for rows (JSON, CSV), tables (Markdown, LaTeX) and pictures."""
+    """Folder for rows, tables and pictures; an earlier run's are moved aside, unless resumed."""
 
 
 def main() -> None:

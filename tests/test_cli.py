@@ -1,10 +1,14 @@
 """What every script does with its command line, and with a Ctrl-C or an error that nobody caught."""
 
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -54,3 +58,22 @@ def test_help_that_nobody_reads_is_no_error():
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+_FLAG = re.compile(r'^    (\w+): [^\n]*\n(?:[ ]{8}[^\n]*\n|    \)\n)*    """(.*?)"""', re.MULTILINE | re.DOTALL)
+
+
+def test_flags_are_described_and_those_that_mean_the_same_in_the_same_words():
+    said: dict[str, set[str]] = {}
+    for path in [*(ROOT / "scripts").glob("*.py"), ROOT / "cs336_systems/benchmarking/rank_arguments.py"]:
+        for name, text in _FLAG.findall(path.read_text()):
+            words = " ".join(text.split())
+            assert len(words.split()) >= 2, f"{path.name} --{name}: {words}"
+            said.setdefault(name, set()).add(words)
+    assert len(said) > 60
+    assert said["optimizer"] == {"The project's AdamW, or PyTorch's fused one."}
+    for name in ("high_priority", "timeout_s", "rep_ms"):
+        assert len({words.split(",")[0].rstrip(".") for words in said[name]}) == 1, said[name]
+    sweeps = {words for words in said["resume"] if words.startswith("Keep the rows")}
+    assert len(sweeps) <= 2, sweeps  # the comparison of training runs goes on with what each has
+    assert {words.split()[0] for words in said["seed"]} == {"Seed"}

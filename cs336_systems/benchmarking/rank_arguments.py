@@ -36,7 +36,7 @@ class RankArguments:
     steps: int = 10
     """Measured steps."""
     seed: int = 0
-    """Of the random weights and tokens."""
+    """Seed of the random weights and tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     profile: bool = True

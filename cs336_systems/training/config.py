@@ -39,7 +39,7 @@ class TrainArguments:
     data: Path | None = None
     """Any text file (its bytes are the tokens), or token ids as .npy or .bin; without it, Python's own library."""
     token_dtype: TokenDtype = "uint16"
-    """Of the ids in a .bin file."""
+    """Dtype of the ids in a .bin file."""
     vocab_size: int | None = None
     """256 for text and 10,000 for ids unless given."""
     validation_share: float = 0.1
@@ -66,11 +66,11 @@ class TrainArguments:
     """Steps over which the learning rate rises, before it follows half a cosine to the end of the run; unless given, a
     tenth of the steps, and 20 at most."""
     learning_rate: float = 1e-3
-    """The highest."""
+    """The highest learning rate."""
     min_learning_rate: float = 1e-4
-    """That of the last step."""
+    """The last step's learning rate."""
     weight_decay: float = 0.1
-    """AdamW's."""
+    """AdamW's weight decay."""
     clip_norm: float = 1.0
     """The largest L2 norm of all gradients together."""
     optimizer: Optimizer = "adamw"
@@ -91,19 +91,19 @@ class TrainArguments:
     processes: int | None = None
     """With --parallel: ranks; by default torchrun's, else one a GPU, or 2 on a CPU."""
     bucket_size_mb: float = 25.0
-    """With --parallel bucketed."""
+    """With --parallel bucketed: a bucket's size in MB (10**6 bytes)."""
     sharded_optimizer: bool = False
     """With --parallel ddp or bucketed: divide the optimizer's state over the ranks."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0
-    """Of the weights and of the order of the data."""
+    """Seed of the weights and of the order of the data."""
     validate_every: int = 50
-    """Steps; the loss on the same validation batches each time, and at the end."""
+    """Steps between validations, on the same batches each time; there is one at the end too."""
     validation_batches: int = 8
-    """Batches of --batch-size."""
+    """Batches of --batch-size over which the validation loss is averaged."""
     checkpoint_every: int = 100
-    """Steps; one is written at the end too, and on Ctrl-C where one process trains."""
+    """Steps between checkpoints; one is written at the end too, and on Ctrl-C where one process trains."""
     keep_checkpoints: int = 2
     """The newest ones are kept; with two, one that is damaged has another before it."""
     out: Path = Path("out/train")
