@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.benchmarking import attention_plots
+from cs336_systems.benchmarking import attention_benchmark, attention_plots, model_benchmark
 from cs336_systems.benchmarking.attention_benchmark import (
     AttentionBenchmarkCell,
     AttentionBenchmarkRow,
@@ -259,3 +259,9 @@ def test_plots_of_rows_with_gaps(tmp_path):
     ]
     plot_attention(alone, tmp_path / "alone.png")
     assert (tmp_path / "alone.png").stat().st_size > 5000
+
+
+def test_no_two_columns_have_the_same_title():
+    for headings in (attention_benchmark._RESULTS, model_benchmark._RESULT_HEADINGS):
+        titles = [" ".join(title.split()) for title in headings.values()]
+        assert len(set(titles)) == len(titles)

@@ -211,12 +211,12 @@ _PARAMETERS = {
 _RESULTS = {
     "status": "status",
     "forward_mean_ms": "forward ms",
-    "forward_std_ms": "± ms",
+    "forward_std_ms": "forward ± ms",
     "backward_mean_ms": "backward ms",
-    "backward_std_ms": "±  ms",
+    "backward_std_ms": "backward ± ms",
     "memory_before_backward_gib": "GiB before backward",
-    "formula_gib": "by formula",
-    "scores_formula_gib": "of it scores",
+    "formula_gib": "GiB by formula",
+    "scores_formula_gib": "scores GiB by formula",
     "peak_memory_gib": "peak GiB",
 }
 
