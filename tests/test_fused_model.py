@@ -282,7 +282,7 @@ def test_without_triton_everything_imports_and_says_what_is_missing():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_200_steps_of_training_follow_the_plain_models_loss(precision, tmp_path):
     shape = {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_heads": 4, "ctx": 64, "steps": 200}
-    # At a rate of 1e-2 weights that differ by 1e-6 give losses that differ by half within 60 steps; at this one, by 1e-6.
+    # At a rate of 1e-2 weights that differ by 1e-6 give losses that differ by half in 60 steps; at this one, by 1e-6.
     shape |= {"learning_rate": 2e-3, "min_learning_rate": 2e-4}
     losses = []
     for kernels in ("plain", "fused"):
