@@ -57,15 +57,19 @@ def sweep_into_files(
         SystemExit: 130 after Ctrl-C, 1 where a file could not be written, each after a line that says how to go on.
     """
     told: list[str] = []
+    on_interrupt = signal.getsignal(signal.SIGINT)
     try:
         with _explaining(NotWritten, results, told):
             sweep()
     except KeyboardInterrupt:
-        _ignore_interrupts()
+        _answer_interrupts(signal.SIG_IGN)
         tell("\nInterrupted; --resume goes on from here.")
         raise SystemExit(130) from None
     finally:
-        finish_files(results, write_files, told)
+        try:
+            finish_files(results, write_files, told)
+        finally:
+            _answer_interrupts(on_interrupt)
 
 
 def finish_files(
@@ -83,11 +87,11 @@ def finish_files(
         tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
 
 
-def _ignore_interrupts() -> None:
+def _answer_interrupts(handler: Any) -> None:
     """A second Ctrl-C, be it from a launcher that passes the first one on, does not spoil the files of the seconds in
-    which they are written."""
+    which they are written; then it is answered as before."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
