@@ -163,6 +163,16 @@ def test_nsys_is_called_around_the_benchmark_and_its_report_answered(
     }
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_resuming_keeps_what_was_measured_without_nsys(nsys: Path, tmp_path: Path, monkeypatch, resume: bool) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr("cs336_systems.profiling.run_nsys.run", ran.append)
+    _run_nsys(nsys, tmp_path, resume=resume, unprofiled=True)
+    (benchmark,) = ran
+    assert ("--resume" in benchmark) == resume
+    assert "--resume" not in (nsys / "calls").read_text()  # a cell's own rows are made with its report
+
+
 def test_a_dry_run_prints_what_a_person_can_run(nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     _run_nsys(nsys, tmp_path / "out", dry_run=True, unprofiled=True, ctx=(128, 256))
     lines = capsys.readouterr().out.splitlines()
@@ -260,8 +270,9 @@ def _arguments_of(script: Path) -> Any:
 
 def test_the_benchmarks_command_is_one_that_it_takes(tmp_path: Path) -> None:
     cells = [named_cell("tiny", ctx, **CELL, precision="bf16") for ctx in (16, 32)]
-    _, script, *words = benchmark_command(cells, tmp_path, nvtx=True)
+    _, script, *words = benchmark_command(cells, tmp_path, nvtx=True, resume=True)
     arguments = tyro.cli(_arguments_of(Path(script)), args=words)
+    assert arguments.resume
     assert (arguments.size, arguments.ctx, arguments.precision) == (("tiny",), (16, 32), ("bf16",))
     assert (arguments.steps, arguments.device, arguments.nvtx, arguments.out) == (1, "cuda", True, tmp_path)
 

@@ -44,13 +44,14 @@ def find_nsys(nsys: str) -> list[str]:
     return words
 
 
-def benchmark_command(cells: Sequence[BenchmarkCell], out: Path, nvtx: bool) -> list[str]:
-    """scripts/benchmark.py on a product of cells of named sizes, its rows under `out`; marked for nsys if `nvtx`."""
+def benchmark_command(cells: Sequence[BenchmarkCell], out: Path, nvtx: bool, resume: bool = False) -> list[str]:
+    """scripts/benchmark.py on a product of cells of named sizes, its rows under `out`, added to those there if
+    `resume`; marked for nsys if `nvtx`."""
     command = [sys.executable, str(_BENCHMARK)]
     for name in _PARAMETERS:
         values = dict.fromkeys(str(getattr(cell, name)) for cell in cells)
         command += [f"--{name.replace('_', '-')}", *values]
-    return [*command, *(["--nvtx"] if nvtx else []), "--out", str(out)]
+    return [*command, *(["--nvtx"] if nvtx else []), *(["--resume"] if resume else []), "--out", str(out)]
 
 
 def profile_command(nsys: Sequence[str], report: Path, command: Sequence[str]) -> list[str]:

@@ -62,7 +62,7 @@ def run_nsys(
         return
     try:
         if unprofiled:
-            run(benchmark_command(cells, out / UNPROFILED, nvtx=False))
+            run(benchmark_command(cells, out / UNPROFILED, nvtx=False, resume=resume))
         for cell in cells:
             report = out / cell_name(cell) / "report.nsys-rep"
             if not (resume and report.with_suffix(".sqlite").exists()):
