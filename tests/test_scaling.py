@@ -93,9 +93,9 @@ def test_the_readme_joins_runs_of_several_machines(tmp_path: Path) -> None:
         for row in rows:
             results.append(row)
     text = parallel_tables.scaling(tmp_path)
-    assert "Weak scaling, xl at context 512, 4 sequences a rank:" in text
+    assert "| weak scaling, xl at context 512, 4 sequences a rank: step ms (efficiency), peak GiB | 1 rank |" in text
     assert "| ddp, fp32 | 707 (99%) | 714 (98%) | 875 (80%) |" in text
-    assert "Strong scaling, xl at context 512, 8 sequences over all ranks:" in text
+    assert "| strong scaling, xl at context 512, 8 sequences over all ranks: step ms" in text
     assert "| fsdp, fp32 | – | 350 (50%) |" in text
     assert text.count("; `x`*") == 3
 

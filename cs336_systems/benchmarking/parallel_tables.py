@@ -113,8 +113,8 @@ def scaling_by_kind(kind: str, results: Path) -> str:
         these = [row for row in rows if (row.size, row.ctx) == (size, ctx)]
         total = f"{these[0].world_size * these[0].batch_size} sequences over all ranks"
         batch = f"{these[0].batch_size} sequences a rank" if kind == "weak" else total
-        parts += [f"{kind.capitalize()} scaling, {size} at context {ctx}, {batch}:", scaling_table(these)]
-    return "\n\n".join(parts)
+        parts.append(scaling_table(these, title=f"{kind} scaling, {size} at context {ctx}, {batch}"))
+    return "\n\n".join(filter(None, parts))
 
 
 def _scaling_files(results: Path, kind: str) -> list[Path]:
@@ -141,11 +141,11 @@ def of_memory(files: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace(".json", "_memory.json") for name in files)
 
 
-SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("in_place", "fp32", "bf16")}
+SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("fp32", "bf16")}
 
 PARALLEL_BLOCKS: dict[str, Block] = {
     "all-reduce": Table(_all_reduce, (ALL_REDUCE,)),
-    "data-parallel-in-place": SCHEMES["in_place"],
+    "data-parallel": SCHEMES["fp32"],
     "scaling": scaling,
     "sharding": Table(_sharding(*SHARDED, *FSDP), (*SHARDED, *FSDP)),
 }

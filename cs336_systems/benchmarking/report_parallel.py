@@ -112,14 +112,13 @@ def _best_bucket_mb(path: Path, rows: Sequence[Any]) -> float | None:
     return best_bucket_bytes(rows[0].gradient_mb * 1e6, cost) / 1e6
 
 
-def _scheme_part(folder: str, title: str, required: bool) -> Part:
+def _scheme_part(folder: str, title: str) -> Part:
     pictures = (
         ("Kernels of a step under each scheme: compute above, communication below", f"ddp/{folder}/ddp_timeline.png"),
         ("The step over bucket sizes, beside the prediction", f"ddp/{folder}/ddp_bucket_sizes.png"),
     )
     table = SCHEMES[folder]
-    name = f"ddp/{folder}" if required else None
-    return Part(title, name, table.files, (table.make,), pictures, _answer_schemes(folder))
+    return Part(title, f"ddp/{folder}", table.files, (table.make,), pictures, _answer_schemes(folder))
 
 
 # ---- 10, 11: sharding ------------------------------------------------------------------------------------------------
@@ -252,9 +251,8 @@ ITEMS = (
         "after backward, all at once, each as it is ready, and in buckets of several sizes; is the overlap seen in a "
         "timeline; and how far does the model of the overhead hold?",
         (
-            _scheme_part("in_place", "In fp32, with buckets of which the first and last are small", required=False),
-            _scheme_part("fp32", "In fp32", required=True),
-            _scheme_part("bf16", "In bf16", required=True),
+            _scheme_part("fp32", "In fp32"),
+            _scheme_part("bf16", "In bf16"),
         ),
     ),
     Item(

@@ -71,7 +71,7 @@ def markdown_table(headings: Sequence[str], body: Sequence[Sequence[object]]) ->
 @dataclass(frozen=True)
 class Table:
     """A table of results' rows, by `make(results folder)`, which is empty where there are none; called as a function,
-    it has a line under it for each of its `files` that says where that is from."""
+    it has a line under it for each run of its `files`."""
 
     make: Callable[[Path], str]
     files: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ class Table:
         table = self.make(results)
         if not table:
             return ""
-        firsts = [run for name in self.files for run in read_rows(results / name)[1][:1]]
-        return "\n\n".join([table, *([provenance(firsts)] if firsts else [])])
+        runs = [run for name in self.files for run in read_rows(results / name)[1]]
+        return "\n\n".join([table, *([provenance(runs)] if runs else [])])
 
 
 def why_not_measured(rows: Sequence[Any], label: Callable[[Any], str]) -> str:

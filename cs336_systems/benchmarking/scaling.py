@@ -25,13 +25,15 @@ def efficiency(row: Any, rows: Rows) -> float | None:
     return (row.tokens_per_s / row.world_size) / (baseline.tokens_per_s / baseline.world_size)
 
 
-def scaling_table(rows: Rows, label: Callable[[Any], str] = lambda row: row.implementation) -> str:
+def scaling_table(rows: Rows, label: Callable[[Any], str] = lambda row: row.implementation, title: str = "") -> str:
     """Markdown: a line for each precision and scheme, and by number of ranks the step in ms, the efficiency, and the
-    peak in GiB where it was measured, e.g. "757.6 (98%), 57.3". Empty where all rows have one number of ranks."""
+    peak in GiB where it was measured, e.g. "757.6 (98%), 57.3", under `title`. Empty where all rows have one number of
+    ranks."""
     ranks = sorted({row.world_size for row in rows})
     if len(ranks) < 2:
         return ""
-    lines = [["step ms (efficiency), peak GiB", *(f"{n} rank{'s' * (n > 1)}" for n in ranks)]]
+    values = "step ms (efficiency), peak GiB"
+    lines = [[f"{title}: {values}" if title else values, *(f"{n} rank{'s' * (n > 1)}" for n in ranks)]]
     lines.append([":--", *["--:"] * len(ranks)])
     by_scheme: dict[str, dict[int, str]] = {}
     for row in rows:
