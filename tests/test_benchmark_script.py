@@ -158,13 +158,14 @@ def test_bad_input_is_refused_by_name_before_anything_is_built(tmp_path, argumen
 
 @pytest.mark.gpu
 def test_a_small_cell_after_one_that_ran_out_of_memory_is_as_if_alone(tmp_path, run_script):
-    """The large cell asks for more than any card has; the small one after it is timed on a fresh card."""
+    """The large cell asks for more than any card has; the small one after it is timed on a fresh card. At this context
+    kernels fill the step, so that the host's moods do not count."""
     shared = ["--warmup", 3, "--steps", 10, "--mode", "forward-backward", "--device", "cuda"]
-    status, _, errors = run_script("benchmark", *shared, "--size", "small", "--ctx", 128, "--out", tmp_path / "alone")
+    status, _, errors = run_script("benchmark", *shared, "--size", "small", "--ctx", 1024, "--out", tmp_path / "alone")
     assert status == 0, errors
     custom = ["--size", "custom", "--d-model", 768, "--d-ff", 3072, "--num-layers", 12, "--num-heads", 12]
     status, _, errors = run_script(
-        "benchmark", *shared, *custom, "--ctx", 32768, 128, "--batch-size", 4, "--out", tmp_path / "after"
+        "benchmark", *shared, *custom, "--ctx", 32768, 1024, "--batch-size", 4, "--out", tmp_path / "after"
     )
     assert status == 0, errors
     (small,) = read_results(tmp_path / "alone" / "benchmark.json", BenchmarkRow)[1]
@@ -172,4 +173,4 @@ def test_a_small_cell_after_one_that_ran_out_of_memory_is_as_if_alone(tmp_path, 
     assert large.status == "oom"
     assert then.status == "ok"
     assert then.peak_memory_gib == pytest.approx(small.peak_memory_gib, rel=1e-3)
-    assert then.step_median_ms == pytest.approx(small.step_median_ms, rel=0.2)
+    assert then.step_median_ms == pytest.approx(small.step_median_ms, rel=0.1)
