@@ -1,5 +1,6 @@
 """Reproducing everything: what is planned for each machine, resuming, and going on after a failure."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tyro
 
 from cs336_systems.benchmarking import into_files, reproduce
 from cs336_systems.benchmarking.report import ITEMS, report
@@ -156,6 +158,22 @@ def test_a_step_resumes_where_its_script_can():
     for step in STEPS:
         text = (scripts / f"{step.script}.py").read_text()
         assert step.resumes == ("    resume: bool" in text or "(RankArguments)" in text), step.folder
+
+
+@pytest.mark.parametrize("script", sorted({step.script for step in STEPS}))
+def test_a_step_has_arguments_that_its_script_takes(script, monkeypatch):
+    """On each machine: a flag of another name would be seen in the middle of an hour's run only."""
+    path = Path(reproduce.__file__).parents[2] / "scripts" / f"{script}.py"
+    spec = importlib.util.spec_from_file_location(f"script_{script}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # a dataclass is read with its module's names
+    spec.loader.exec_module(module)
+    for step in STEPS:
+        if step.script == script:
+            for words in (words for machine in MACHINES for words in step.commands(machine, "r", resume=True)):
+                assert tyro.cli(module.Arguments, args=words[1:]).out == Path("r") / step.folder
 
 
 def test_an_unknown_step_is_refused(run_script):

@@ -5,16 +5,16 @@ A table whose rows are not there yet is empty.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.kernel_tables import KERNEL_BLOCKS
 from cs336_systems.benchmarking.parallel_tables import PARALLEL_BLOCKS, Block
 from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS
-from cs336_systems.benchmarking.report_rows import Table, markdown_table, read_rows, status_or
+from cs336_systems.benchmarking.report_rows import Table, markdown_table, read_published, read_rows, status_or
 from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.records import format_value
 
@@ -30,8 +30,7 @@ def in_order(rows: Sequence[Any]) -> list[str]:
 def _step_at_256(results: Path) -> str:
     """Each size at context 256: the phases in fp32 beside the published ones, and the step in bf16."""
     rows, _ = read_rows(results / SIZES)
-    path = results / "published" / "rtx4090.json"
-    published = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    published = read_published(results, "rtx4090")
     body = []
     for size in in_order(rows):
         cells = {row.precision: row for row in rows if (row.size, row.ctx) == (size, 256)}
@@ -198,6 +197,7 @@ BLOCKS: dict[str, Block] = {
     "warmup-at-256": Table(_warmup_at_256),
     "leaderboard": Table(_leaderboard, (LEADERBOARD,)),
     "flash-kernels": BY_LENGTH["kernels"],
+    **KERNEL_BLOCKS,
     **PARALLEL_BLOCKS,
     **PROFILE_BLOCKS,
 }

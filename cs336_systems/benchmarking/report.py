@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cs336_systems.benchmarking import report_memory, report_model, report_parallel, report_profiles
+from cs336_systems.benchmarking import report_kernels, report_memory, report_model, report_parallel, report_profiles
 from cs336_systems.benchmarking.report_attention import ATTENTION_ITEMS, KERNEL_ITEM
 from cs336_systems.benchmarking.report_parts import Item, item_markdown, link
 
@@ -16,6 +16,7 @@ ITEMS: tuple[Item, ...] = (
     *ATTENTION_ITEMS,
     *report_parallel.ITEMS,
     KERNEL_ITEM,
+    *report_kernels.ITEMS,
 )
 
 _HEAD = """# Report

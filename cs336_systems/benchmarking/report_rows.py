@@ -57,6 +57,12 @@ def _read(path: Path, changed: int) -> tuple[list[Row], list[Provenance]]:
         raise ValueError(f"{path}: not a results file ({error})") from error
 
 
+def read_published(results: Path, name: str) -> list[Any]:
+    """Figures that others measured, published/<name>.json under the results folder, as rows; no rows without it."""
+    path = results / "published" / f"{name}.json"
+    return [Row(row) for row in json.loads(path.read_text(encoding="utf-8"))["rows"]] if path.exists() else []
+
+
 def provenance(runs: Sequence[Provenance]) -> str:
     """A line in italics for each run, to stand under a table."""
     return "\n\n".join(f"*{run.summary()}*" for run in runs)

@@ -159,6 +159,12 @@ STEPS: tuple[Step, ...] = (
     Step("leaderboard_attention", "leaderboard_attention", "leaderboard_attention",
          gpu=("--implementation flash-triton flash-hopper sdpa-flash sdpa-cudnn flex",),
          cpu=None, seconds=_guess(gpu=90)),
+    Step("kernel_benchmark/calls", "kernel_benchmark", "kernel_benchmark",
+         gpu=("",), cpu=("--device cpu --size tiny --tokens 64 --implementation eager torch",),
+         seconds=_guess(cpu=20, gpu=600)),
+    Step("kernel_benchmark/kernels", "kernel_benchmark", "kernel_benchmark",
+         gpu=("--timed kernels --kernel rms-norm add-rms-norm swiglu rope",), cpu=None,
+         seconds=_guess(gpu=480)),
     Step("convergence", "convergence", "convergence",
          gpu=("",), cpu=("--device cpu --variant fp32 bf16 ddp --seed 0 --steps 20 --batch-size 4 --ctx 64",),
          seconds=_guess(cpu=40, gpu=240)),
@@ -183,6 +189,10 @@ STEPS: tuple[Step, ...] = (
     Step("scaling/strong", "scaling_benchmark", "scaling",
          gpu=("--size xl --total-batch-size 8",), cpu=None,
          seconds=_guess(gpus=400), needs_ranks=True),
+    Step("leaderboard_step", "leaderboard_step", "leaderboard_step",
+         gpu=("--kept-blocks 0", ""),
+         cpu=("--device cpu --size tiny --ctx 16 --precision fp32 --implementation torch --warmup 1 --steps 3",),
+         seconds=_guess(cpu=25, gpu=25, gpus=600), needs_ranks=True),
 )  # fmt: skip
 
 
