@@ -190,6 +190,29 @@ def test_all_launched_ranks_end_when_one_fails(kind: str, failing: int, how: str
         assert outputs[rank] == f"rank {rank} ends because rank {failing} has ended\n"
 
 
+def _fail_unread(context: RankContext, failing: int, how: str, started: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for number in (1, 2):
+        os.dup2(writing, number)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{started}-error-{context.rank}"
+    _fail(context, failing, how, started)
+
+
+@pytest.mark.parametrize(("failing", "how"), [(0, "killed"), (1, "killed"), (1, "raises")])
+def test_launched_ranks_end_though_nobody_reads_what_they_print(failing: int, how: str, tmp_path: Path) -> None:
+    """As under `torchrun ... 2>&1 | head`."""
+    started = tmp_path / "started"
+    codes, _ = _launch("torchrun", tmp_path, _fail_unread, failing, how, started, world_size=2)
+    assert time.time() - float(started.read_text()) < END_S
+    assert codes[1 - failing] == 1
+    assert codes[failing] == (1 if how == "raises" else -signal.SIGKILL)
+    error = Path(f"{started}-error-{failing}")
+    assert [error] * (how == "raises") == list(tmp_path.glob("started-error-*"))
+    if how == "raises":
+        assert "no such gradient" in error.read_text()  # what torchrun shows at its end
+
+
 def _all_reduce_benchmark(environment: dict[str, str], output: Path, out: Path) -> None:
     os.environ.update(environment)
     _write_to(output)

@@ -133,6 +133,43 @@ def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
     parent.stdout.close()
 
 
+_LAST_WORDS = """
+import os, pathlib, sys, threading, time
+from cs336_systems.distributed.last_words import end_at_once, finishing
+
+def fail():
+    raise ArithmeticError("told to nobody")
+
+for stream in (sys.stdout, sys.stderr):
+    if sys.argv[1] == "unread":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(writing, stream.fileno())
+print("a line that waits in the buffer")
+with finishing(lambda: pathlib.Path(sys.argv[2]).touch()), finishing(fail):
+    threading.Thread(target=end_at_once, args=(3,), daemon=True).start()
+    time.sleep(20)
+os._exit(77)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "unread",
+        pytest.param("full", marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")),
+    ],
+)
+def test_a_rank_ends_where_its_last_words_cannot_be_written(kind: str, tmp_path: Path) -> None:
+    finished = tmp_path / "finished"
+    process = start_python("-c", _LAST_WORDS, kind, str(finished), PYTHONUNBUFFERED="")
+    assert process.wait(END_S) == 3
+    assert finished.exists()  # whose turn is after that of the function that failed
+    process.communicate()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

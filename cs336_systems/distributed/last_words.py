@@ -12,8 +12,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
+
+from cs336_systems.cli import tell
 
 _to_finish: list[Callable[[], None]] = []
 _ending = threading.Lock()
@@ -33,19 +35,26 @@ def end_at_once(status: int) -> NoReturn:
     """Ends this process with an exit status, after what is to be finished. Of several threads the first does it.
 
     Ctrl-C and SIGTERM, which a launcher sends on to its ranks, are not answered any more; it waits half a minute before
-    it kills.
+    it kills. Nor does a standard output or error that cannot be written to (`| head`, a full disk) keep it alive.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     with _ending:
-        for function in reversed(_to_finish):
-            try:
-                function()
-            except SystemExit:  # it has said why it could not
-                pass
-            except BaseException:
-                traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            for function in reversed(_to_finish):
+                _finish(function)
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):
+                    stream.flush()
+        finally:  # a thread that raised instead would leave the process running
+            os._exit(status)
+
+
+def _finish(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except SystemExit:  # it has said why it could not
+        pass
+    except BaseException:
+        tell(traceback.format_exc())

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import selectors
 import socket
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
+from cs336_systems.cli import tell
 from cs336_systems.distributed.last_words import end_at_once
 
 _GOODBYE = b"goodbye"
@@ -82,11 +82,13 @@ class _Watch:
                 self._end(word.decode() or f"rank {self._connections[connection]} has ended")
 
     def _end(self, news: str) -> None:
-        for connection in self._connections:  # rank 0 tells all others; rank 0 itself knows
-            with suppress(OSError):
-                connection.sendall(news.encode())
-        print(f"rank {self._rank} ends because {news}", file=sys.stderr, flush=True)
-        end_at_once(1)
+        try:
+            for connection in self._connections:  # rank 0 tells all others; rank 0 itself knows
+                with suppress(OSError):
+                    connection.sendall(news.encode())
+            tell(f"rank {self._rank} ends because {news}")
+        finally:
+            end_at_once(1)
 
 
 def _watch_others(store: dist.Store, world_size: int, host: str, timeout_s: float) -> _Watch:

@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from cs336_systems.cli import tell
 from cs336_systems.distributed import slurm
 from cs336_systems.distributed.last_words import end_at_once
 from cs336_systems.distributed.lifeline import lifeline, own_address
@@ -286,12 +286,13 @@ def _report_and_exit(error: BaseException, placement: Placement) -> None:
         end_at_once(128 + signal.SIGINT)
     if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # what scripts make of it
         end_at_once(128 + signal.SIGTERM)
-    where = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
-    text = "".join(traceback.format_exception(error))
-    print(f"{where} raised {type(error).__name__}:\n{text}", file=sys.stderr, flush=True)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file and isinstance(error, Exception):
-        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+    try:
+        where = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
+        tell(f"{where} raised {type(error).__name__}:\n{''.join(traceback.format_exception(error))}")
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if error_file and isinstance(error, Exception):
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-        ErrorHandler().record_exception(error)  # torchrun's own summary then names the rank and its error
-    end_at_once(1)
+            ErrorHandler().record_exception(error)  # torchrun's own summary then names the rank and its error
+    finally:
+        end_at_once(1)
