@@ -48,6 +48,10 @@ words = dict(word.split("=", 1) for word in sys.argv if word.startswith("--") an
 out = pathlib.Path(words["--output"])
 if sys.argv[1] == "export":
     shutil.copy(here / "made.sqlite", out)
+    if (here / "export-interrupted").exists():
+        import os, signal
+        out.write_bytes(out.read_bytes()[:5000])
+        os.kill(os.getppid(), signal.SIGINT)
 elif (here / "fails").exists():
     sys.exit(int((here / "fails").read_text()))
 elif (here / "interrupted").exists():
@@ -214,6 +218,37 @@ def test_what_nsys_recorded_before_an_interruption_is_kept(
     assert "--resume goes on from here" in capsys.readouterr().err
     assert report.read_bytes() == before
     assert not list(out.glob("*256*/report*"))  # none of less than was asked for
+
+
+def test_an_export_that_was_interrupted_is_not_taken_for_whole(nsys: Path, tmp_path: Path) -> None:
+    (nsys / "export-interrupted").touch()
+    with pytest.raises(SystemExit) as stopped:
+        _run_nsys(nsys, tmp_path / "out")
+    assert stopped.value.code == 130
+    folder = tmp_path / "out" / "small-ctx128-train-step-fp32"
+    assert [path.name for path in folder.iterdir()] == ["report.nsys-rep"]
+    (nsys / "export-interrupted").unlink()
+    _run_nsys(nsys, tmp_path / "out", resume=True)
+    assert (folder / "report.sqlite").read_bytes() == (nsys / "made.sqlite").read_bytes()
+
+
+def test_resuming_takes_the_sqlite_of_a_report_that_is_gone(nsys: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _run_nsys(nsys, out)
+    (out / "small-ctx128-train-step-fp32" / "report.nsys-rep").unlink()
+    calls = (nsys / "calls").read_text()
+    _run_nsys(nsys, out, resume=True)
+    assert (nsys / "calls").read_text() == calls
+    assert [row.status for row in read_results(out / "steps.json", StepRow)[1]] == ["ok"]
+
+
+def test_an_earlier_reports_sqlite_does_not_outlive_it(nsys: Path, tmp_path: Path) -> None:
+    """Or `--resume` would take it for the report that was asked for last."""
+    _run_nsys(nsys, tmp_path / "out")
+    (nsys / "interrupted").touch()
+    with pytest.raises(SystemExit):
+        _run_nsys(nsys, tmp_path / "out")
+    assert not list(tmp_path.glob("out/small-*/report*"))
 
 
 def test_a_capture_that_fails_otherwise_ends_the_run(nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

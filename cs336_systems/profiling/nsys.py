@@ -83,10 +83,13 @@ def export_command(nsys: Sequence[str], report: Path, sqlite: Path) -> list[str]
 def capture(nsys: Sequence[str], report: Path, command: Sequence[str]) -> None:
     """Runs `command` under nsys and waits; the report is `report` (ending in .nsys-rep) when this returns.
 
+    An earlier report there is removed first, and the SQLite of it.
+
     Raises:
         NsysFailed: `command` failed, or nsys left no report.
     """
-    report.unlink(missing_ok=True)
+    for earlier in (report, report.with_suffix(".sqlite")):
+        earlier.unlink(missing_ok=True)
     try:
         status = run(profile_command(nsys, report, command))
     except KeyboardInterrupt:  # nsys, which was interrupted too, may leave a report of less than was asked for
@@ -105,18 +108,30 @@ def capture(nsys: Sequence[str], report: Path, command: Sequence[str]) -> None:
         )
 
 
+def exported(report: Path) -> Path | None:
+    """The SQLite beside a report, if there is one and it is not older; the report itself may be gone."""
+    sqlite = report.with_suffix(".sqlite")
+    if not sqlite.exists() or (report.exists() and sqlite.stat().st_mtime < report.stat().st_mtime):
+        return None
+    return sqlite
+
+
 def export_sqlite(report: Path, nsys: Sequence[str]) -> Path:
-    """The report as SQLite, beside it; made anew unless the one there is newer than the report.
+    """The report as SQLite, beside it: what was `exported`, or made now, under another name until it is whole.
 
     Raises NsysFailed if nsys could not read it.
     """
-    sqlite = report.with_suffix(".sqlite")
-    if sqlite.exists() and sqlite.stat().st_mtime >= report.stat().st_mtime:
-        return sqlite
-    status = run(export_command(nsys, report, sqlite))
-    if status != 0 or not sqlite.exists():
-        raise NsysFailed(f"nsys export of {report} ended with status {status}; its own words are above")
-    return sqlite
+    if kept := exported(report):
+        return kept
+    sqlite, unfinished = report.with_suffix(".sqlite"), report.with_name(f".{report.stem}-unfinished.sqlite")
+    try:
+        status = run(export_command(nsys, report, unfinished))
+        if status != 0 or not unfinished.exists():
+            raise NsysFailed(f"nsys export of {report} ended with status {status}; its own words are above")
+        return unfinished.replace(sqlite)
+    finally:
+        for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
+            left.unlink(missing_ok=True)
 
 
 def run(command: Sequence[str]) -> int:

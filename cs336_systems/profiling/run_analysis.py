@@ -18,7 +18,7 @@ from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check
 from cs336_systems.profiling import agreement
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
-from cs336_systems.profiling.nsys import NsysFailed, export_sqlite, find_nsys
+from cs336_systems.profiling.nsys import NsysFailed, export_sqlite, exported, find_nsys
 from cs336_systems.profiling.nsys_report import read_report
 from cs336_systems.profiling.nsys_trim import trim_report
 from cs336_systems.profiling.step_answers import StepRow
@@ -140,11 +140,8 @@ def read_trace_file(path: Path, nsys: str = "nsys") -> Trace:
 def _as_sqlite(path: Path, nsys: str) -> Path:
     if path.suffix != ".nsys-rep":
         return path
-    exported = path.with_suffix(".sqlite")
-    if exported.exists() and exported.stat().st_mtime >= path.stat().st_mtime:
-        return exported
     try:
-        return export_sqlite(path, find_nsys(nsys))
+        return exported(path) or export_sqlite(path, find_nsys(nsys))
     except NsysFailed as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -85,7 +85,7 @@ def run_nsys(
 
 
 def commands(cells: Sequence[BenchmarkCell], nsys: Sequence[str], out: Path, unprofiled: bool) -> list[list[str]]:
-    """What `run_nsys` runs, in order, for a person to run by hand."""
+    """What `run_nsys` runs, in order, for a person to run by hand (it exports to another name, and renames)."""
     listed = [benchmark_command(cells, out / UNPROFILED, nvtx=False)] if unprofiled else []
     for cell in cells:
         report = out / cell_name(cell) / "report.nsys-rep"
