@@ -5,6 +5,8 @@ et al., PyTorch FSDP, VLDB 2023).
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +27,7 @@ _LINEAR = (cs336_basics.model.Linear, nn.Linear)
 _EMBEDDING = (cs336_basics.model.Embedding, nn.Embedding)
 # They take inputs of any dtype beside a float32 weight, and compute in float32.
 _KEEP_DTYPE = (cs336_basics.model.RMSNorm,)
+_MARK = "_is_shard"  # an attribute of parameters that have been cut down to a rank's rows
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -60,7 +63,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: there is no process group.
             ValueError: `compute_dtype` is no floating dtype, the module has been wrapped already, an embedding cannot
-                be sharded (sparse gradients, max_norm), or the ranks' modules differ (on all ranks).
+                be sharded (sparse gradients, max_norm), a weight is tied to a layer that would not gather it, or the
+                ranks' modules differ (on all ranks).
         """
         super().__init__()
         if not dist.is_initialized():
@@ -75,6 +79,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module = module
         self.compute_dtype = compute_dtype
         layers = [(name, layer) for name, layer in module.named_modules() if _is_sharded(name, layer)]
+        _check_can_be_sharded(module, [layer for _, layer in layers])
         check_same_module(module, group)
         broadcast_module(module, group)
         self._manager = WeightManager(group)
@@ -84,7 +89,10 @@ class FullyShardedDataParallel(nn.Module):
             parameter = layer.weight
             if parameter not in by_parameter:  # tied weights are one
                 weight = ShardedWeight(f"{name}.weight".lstrip("."), parameter, compute_dtype, group)
-                weight.full.register_post_accumulate_grad_hook(partial(_gradient_is_ready, self._manager, weight))
+                setattr(parameter, _MARK, True)
+                # Weakly: autograd's hooks are no business of the garbage collector, which would never free the cycle.
+                tell = partial(_gradient_is_ready, weakref.ref(self._manager), weakref.ref(weight))
+                weight.full.register_post_accumulate_grad_hook(tell)
                 by_parameter[parameter] = weight
             self._gather_around(layer, by_parameter[parameter])
         self._layers = [(layer, by_parameter[layer.weight]) for _, layer in layers]
@@ -126,30 +134,12 @@ class FullyShardedDataParallel(nn.Module):
         return tree_map(lambda v: v.to(self.compute_dtype) if _is_floating(v) else v, values)
 
     def _gather_around(self, layer: nn.Module, weight: ShardedWeight) -> None:
-        """Replace the layer's forward by one that puts the whole weight into the layer while it runs.
-
-        It is put into the instance's dictionary, where attributes are looked up before a module's parameters: the
-        parameter stays registered, under its name, all the time. Hooks before and after forward could do the same, for
-        more of the host's time.
-        """
-        manager, forward = self._manager, layer.forward
-        needs_weight_in_backward = not isinstance(layer, _EMBEDDING)
-
-        def forward_with_whole_weight(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._cast(args), self._cast(kwargs)
-            manager.acquire(weight)
-            try:
-                use = Use(manager, weight)
-                layer.__dict__["weight"] = use.weight_for_forward((*args, *kwargs.values()))
-                output = forward(*args, **kwargs)
-            finally:  # also when forward raises, as it does where activation checkpointing has computed all it needs
-                layer.__dict__.pop("weight", None)
-                manager.release(weight)
-            if needs_weight_in_backward and output.requires_grad:
-                output.register_hook(use.begin_backward)
-            return output
-
-        layer.forward = forward_with_whole_weight
+        """Replace the layer's forward by one that gathers the weight. Hooks could do the same, for more of the host's
+        time."""
+        layer.forward = _GatheredForward(layer, weight, self._manager, self._cast)
+        if type(layer) is nn.Linear:
+            # nn.TransformerEncoderLayer has a fast path that reads its layers' weights itself, unless they have hooks.
+            layer.register_forward_pre_hook(_change_nothing)
 
     def _register_casts(self) -> None:
         """With a compute_dtype, layers see their replicated parameters (biases, norms) in it."""
@@ -205,6 +195,64 @@ class FullyShardedDataParallel(nn.Module):
         if assign:
             raise ValueError("assign=True: must be False; the shards stay, and are filled")
         fsdp_state.load_state_dict(self, state_dict, strict)
+        self._manager.free_ahead()
+
+
+class _GatheredForward:
+    """A layer's forward with the whole weight in the layer while it runs.
+
+    It is put into the instance's dictionary, where attributes are looked up before a module's parameters: the parameter
+    stays registered, under its name, all the time.
+    """
+
+    def __init__(
+        self, layer: nn.Module, weight: ShardedWeight, manager: WeightManager, cast: Callable[[Any], Any]
+    ) -> None:
+        self._layer, self._weight, self._manager, self._cast = layer, weight, manager, cast
+        self._forward = layer.forward
+        self._needs_weight_in_backward = not isinstance(layer, _EMBEDDING)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._cast(args), self._cast(kwargs)
+        layer, manager, weight = self._layer, self._manager, self._weight
+        manager.acquire(weight)
+        try:
+            use = Use(manager, weight)
+            layer.__dict__["weight"] = use.weight_for_forward((*args, *kwargs.values()))
+            output = self._forward(*args, **kwargs)
+        finally:  # also when forward raises, as it does where activation checkpointing has computed all it needs
+            layer.__dict__.pop("weight", None)
+            manager.release(weight)
+        if self._needs_weight_in_backward and output.requires_grad:
+            output.register_hook(use.begin_backward)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy would compute with the original's weights."""
+        raise TypeError(
+            f"the layer of {self._weight.name!r} is sharded by FullyShardedDataParallel and can be neither copied nor "
+            "pickled: build the model anew and load full_state_dict()"
+        )
+
+
+def _change_nothing(layer: nn.Module, args: Any) -> None: ...
+
+
+def _check_can_be_sharded(module: nn.Module, sharded: list[nn.Module]) -> None:
+    """Raises ValueError if a parameter is sharded already, or belongs to a layer that would not gather it, too."""
+    mine = {layer.weight for layer in sharded}
+    for layer_name, layer in module.named_modules():
+        for name, parameter in layer._parameters.items():
+            full_name = f"{layer_name}.{name}".lstrip(".")
+            if getattr(parameter, _MARK, False):
+                raise ValueError(
+                    f"module: its parameter {full_name!r} has been sharded already; wrap a model once, and whole"
+                )
+            if parameter in mine and not (name == "weight" and any(layer is other for other in sharded)):
+                raise ValueError(
+                    f"module: its parameter {full_name!r} is tied to the weight of a Linear or Embedding, which is "
+                    f"sharded, and {type(layer).__name__} is not among the layers that gather theirs"
+                )
 
 
 def _is_sharded(name: str, layer: nn.Module) -> bool:
@@ -223,8 +271,10 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _gradient_is_ready(manager: WeightManager, weight: ShardedWeight, full: Tensor) -> None:
-    manager.gradient_is_ready(weight)
+def _gradient_is_ready(manager: weakref.ref[WeightManager], weight: weakref.ref[ShardedWeight], full: Tensor) -> None:
+    the_manager, the_weight = manager(), weight()
+    if the_manager is not None and the_weight is not None:  # gone with the model
+        the_manager.gradient_is_ready(the_weight)
 
 
 def _put_casts(replicated: dict[str, nn.Parameter], dtype: torch.dtype, layer: nn.Module, args: Any) -> None:

@@ -69,10 +69,8 @@ class WeightManager:
     def begin_forward(self) -> None:
         """A forward pass of the whole module begins; what was gathered before may be out of date."""
         if torch._C._current_graph_task_id() == -1:
-            for backward_pass in list(self._backward_uses):  # one that raised
-                self._end_backward(backward_pass)
-        self._ahead = []
-        self._free_unused()
+            self._forget_failed_passes()
+        self.free_ahead()
         self._order.begin(torch.is_grad_enabled())
 
     def is_first_use(self, weight: ShardedWeight) -> bool:
@@ -116,6 +114,11 @@ class WeightManager:
             self._resident.remove(weight)
             weight.free()
 
+    def free_ahead(self) -> None:
+        """Free what was gathered for uses to come."""
+        self._ahead = []
+        self._free_unused()
+
     def _free_unused(self) -> None:
         for weight in [w for w in self._resident if w.n_users == 0 and w not in self._ahead]:
             self._resident.remove(weight)
@@ -125,13 +128,17 @@ class WeightManager:
 
     def acquire_for_backward(self, use: Use) -> None:
         """As `acquire`, until `release_from_backward` or the end of the backward pass, whichever comes first."""
+        self._uses_of_this_pass()[use] = None
+        self.acquire(use.weight)
+
+    def _uses_of_this_pass(self) -> dict[Use, None]:
+        """Those that the backward pass that runs now holds. When it ends, so do they."""
         backward_pass = torch._C._current_graph_task_id()
         uses = self._backward_uses.get(backward_pass)
         if uses is None:
             uses = self._backward_uses[backward_pass] = {}
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward_pass))
-        uses[use] = None
-        self.acquire(use.weight)
+        return uses
 
     def release_from_backward(self, use: Use) -> None:
         """The use's share of backward is done; does nothing for a use that holds nothing."""
@@ -141,20 +148,37 @@ class WeightManager:
             self.release(use.weight)
 
     def _end_backward(self, backward_pass: int) -> None:
-        self._ahead = []
+        """Every shard's gradient is there afterwards, as it is without sharding, for zero_grad to find."""
+        self._end_uses(backward_pass)
+        if self._ready:
+            self._reduce_ready()
+        self._finish_pending()
+
+    def _end_uses(self, backward_pass: int) -> None:
         for use in self._backward_uses.pop(backward_pass):  # e.g. of weights whose gradient was not asked for
             use.weight.n_users -= 1
-        self._free_unused()
+        self.free_ahead()
+
+    def _forget_failed_passes(self) -> None:
+        """Of backward passes that raised: nobody waits for their gradients, and they must not be added to others."""
+        for backward_pass in list(self._backward_uses):
+            self._end_uses(backward_pass)
+            self._ready = []
+            if self._pending is not None:
+                self._pending.discard()
+                self._pending = None
 
     def gradient_is_ready(self, weight: ShardedWeight) -> None:
         """The weight's gradient is complete, so backward has done with the weight. Begin to average it, two gradients
         in a collective; finish the last two, so that few are alive."""
-        uses = self._backward_uses.get(torch._C._current_graph_task_id(), {})
+        uses = self._uses_of_this_pass()
         for use in [use for use in uses if use.weight is weight]:
             del uses[use]
             self.release(weight)
         self._in_graph.discard(weight)
         gradient = weight.take_gradient()
+        if gradient is None:
+            return
         if self._ready and self._ready[0][1].dtype != gradient.dtype:
             self._reduce_ready()
         self._ready.append((weight, gradient))
@@ -173,12 +197,9 @@ class WeightManager:
             self._pending = None
 
     def finish_gradients(self) -> None:
-        """Every shard's gradient is there afterwards, and no whole weight, since the shards are about to change."""
-        self._ahead = []
-        self._free_unused()
-        if self._ready:
-            self._reduce_ready()
-        self._finish_pending()
+        """There is no whole weight afterwards, since the shards are about to change."""
+        self._forget_failed_passes()
+        self.free_ahead()
 
 
 def _go_together(first: ShardedWeight, second: ShardedWeight) -> bool:

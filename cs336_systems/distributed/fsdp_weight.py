@@ -57,17 +57,14 @@ class ShardedWeight:
         self.full = nn.Parameter(view)  # each use makes it require a gradient, or not, as the shard does
         # Whether the shard can be sent as it is: no cast, and no padding behind its rows.
         self.sends_shard = dtype == parameter.dtype and parameter.shape[0] == self.rows_per_rank
-        self._keep_views()
+        # Views that every gather would have to make anew; none can be made while there is no memory.
+        padded = self.gathered.narrow(0, self._rank * self.rows_per_rank, self.rows_per_rank)
+        self.master = self.shard.detach()
+        self.mine = padded[: self.master.shape[0]]
+        self.sent = self.master if self.sends_shard else padded
         self.work: dist.Work | None = None
         self.is_resident = True
         self.free()
-
-    def _keep_views(self) -> None:
-        # Which every gather would have to make anew.
-        mine = self.gathered.narrow(0, self._rank * self.rows_per_rank, self.rows_per_rank)
-        self.master = self.shard.detach()
-        self.mine = mine[: self.master.shape[0]]
-        self.sent = self.master if self.sends_shard else mine
 
     def _padded_shape(self) -> tuple[int, ...]:
         return (self.rows_per_rank * self._group.size(), *self.shape[1:])
@@ -91,13 +88,15 @@ class ShardedWeight:
                 f"{_describe(now)} now. Move, cast or replace before wrapping; compute_dtype chooses the dtype of "
                 "computation"
             )
-        if parameter.data_ptr() != self.master.data_ptr():  # the shard was given other memory
-            self._keep_views()
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Give `full` its memory, to be filled by a gather."""
+        """Give `full` its memory, to be filled by a gather from where the shard is now."""
+        if self.shard.data_ptr() != self.master.data_ptr():  # it was given other memory
+            self.master = self.shard.detach()
+            if self.sends_shard:
+                self.sent = self.master
         self.gathered.untyped_storage().resize_(self.n_bytes)
         self.is_resident = True
 
@@ -123,10 +122,12 @@ class ShardedWeight:
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
-    def take_gradient(self) -> Inexact[Tensor, "padded_rows *columns"]:
-        """The whole weight's gradient, contiguous and padded to as many rows on each rank; `full` has none then."""
+    def take_gradient(self) -> Inexact[Tensor, "padded_rows *columns"] | None:
+        """The whole weight's gradient, contiguous and padded to as many rows on each rank; `full` has none then. None
+        for a weight that was frozen since its forward."""
         gradient, self.full.grad = self.full.grad, None
-        assert gradient is not None
+        if gradient is None:
+            return None
         if gradient.requires_grad:  # of a backward with create_graph
             gradient = gradient.detach()
         if self.shape[0] == self.gathered.shape[0]:
@@ -210,10 +211,14 @@ class PendingGradients:
     rows: list[Tensor]
     work: dist.Work
 
-    def finish(self) -> None:
-        """Wait, and add the rows to the shards' gradients."""
+    def discard(self) -> None:
+        """Wait, since the memory is in use until then, and forget the results."""
         self.work.wait()
         self.gradients.clear()
+
+    def finish(self) -> None:
+        """Wait, and add the rows to the shards' gradients."""
+        self.discard()
         for weight, rows in zip(self.weights, self.rows, strict=True):
             weight.add_gradient(rows)
 
