@@ -6,6 +6,7 @@ import pytest
 
 from cs336_systems import feasibility
 from cs336_systems.accounting.training_memory import step_peak_bytes, training_memory
+from cs336_systems.benchmarking.data_parallel import DataParallelCell
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import MODEL_SIZES, named_cell, named_cells
@@ -30,11 +31,17 @@ def test_what_a_cpu_lacks_is_named_with_what_runs_there():
 def test_a_model_that_takes_more_than_the_machine_has_is_told_by_formula(eight_gib):
     shortage = memory_shortage(named_cell("xl", 256))
     assert shortage.startswith(
-        "a train-step of batch 4 and context 256 takes 33.6 GiB by formula, and this machine has"
+        "a train-step of batch 4 and context 256 takes 45.4 GiB by formula, and this machine has"
     )
     assert memory_shortage(named_cell("small", 256)) == ""
     assert memory_shortage(named_cell("xl", 256, device="cuda")) == ""  # a card says so itself
     assert memory_shortage(named_cell("xl", 256, mode="forward")) == ""  # 7.5 GiB of weights, and little beside
+
+
+def test_ranks_need_their_memory_each(eight_gib):
+    shortage = memory_shortage(DataParallelCell(**asdict(named_cell("medium", 128)), world_size=2, bucket_size_mb=25.0))
+    assert "of batch 4 and context 128 on each of 2 ranks takes" in shortage
+    assert memory_shortage(named_cell("small", 128)) == ""
 
 
 def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, monkeypatch, capsys):
@@ -46,7 +53,7 @@ def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, m
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     check_memory(named_cells(["small", "xl"], ctx=256))  # 15 steps of 0.78 TFLOP
     told = capsys.readouterr().err
-    assert "take up to 2.9 of 8.0 GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
+    assert "take up to 4.0 of 8.0 GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
     check_memory(named_cells(["tiny"], ctx=16, compile="blocks"))
     assert capsys.readouterr().err.startswith("torch.compile makes C++ for a CPU")
 

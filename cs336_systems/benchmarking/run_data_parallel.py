@@ -45,6 +45,7 @@ from cs336_systems.benchmarking.run_all_reduce import open_all_reduce, write_all
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
+from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
 
 ALL_REDUCE_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0, 10.0)}
@@ -91,6 +92,7 @@ def run_data_parallel_benchmark(
             bucket_size_mb=bucket_size_mb,
             nccl=nccl,
         )
+        check_memory(cells)
         results = open_results(out, "ddp", DataParallelRow, command, device, resume)
         check_same_workload(results, cells, (*VARIED, "bucket_size_mb", "comm_dtype"))
         all_reduces, fits = open_all_reduce(out, command, device, resume)

@@ -38,6 +38,7 @@ from cs336_systems.benchmarking.sharding_cells import (
 )
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
+from cs336_systems.feasibility import check_memory
 from cs336_systems.records import DetailRows, ResultsFile
 
 COLUMNS = {
@@ -118,6 +119,7 @@ def run_sharding_benchmark(
             for kind, n, scheme, setting in product(precision, ranks, implementation, nccl)
             if scheme != "none" or (n == min(ranks) and setting == nccl[0])
         ]
+        check_memory(cells)
         results = open_results(out, name, ShardingRow, command, device, resume)
         check_same_workload(results, cells)
         memory = None
