@@ -50,7 +50,7 @@ def test_the_table_has_a_column_for_each_number_of_ranks(tmp_path: Path) -> None
         ShardingRow(size="xl", ctx=512, implementation="fsdp", world_size=2, status="oom"),
     ]
     assert scaling_table(rows).splitlines() == [
-        "| step ms (efficiency), peak GiB | 1 rank | 2 ranks |",
+        "| median step ms (efficiency), peak GiB | 1 rank | 2 ranks |",
         "| :-- | --: | --: |",
         "| none, fp32 | 700 (100%), 49.9 | – |",
         "| ddp, fp32 | 714 (98%) | 750 (93%), 57.3 |",
@@ -93,9 +93,12 @@ def test_the_readme_joins_runs_of_several_machines(tmp_path: Path) -> None:
         for row in rows:
             results.append(row)
     text = parallel_tables.scaling(tmp_path)
-    assert "| weak scaling, xl at context 512, 4 sequences a rank: step ms (efficiency), peak GiB | 1 rank |" in text
+    assert (
+        "| weak scaling, xl at context 512, 4 sequences a rank: median step ms (efficiency), peak GiB | 1 rank |"
+        in text
+    )
     assert "| ddp, fp32 | 707 (99%) | 714 (98%) | 875 (80%) |" in text
-    assert "| strong scaling, xl at context 512, 8 sequences over all ranks: step ms" in text
+    assert "| strong scaling, xl at context 512, 8 sequences over all ranks: median step ms" in text
     assert "| fsdp, fp32 | – | 350 (50%) |" in text
     assert text.count("; `x`*") == 3
 

@@ -150,7 +150,7 @@ def _leaderboard_step(results: Path) -> str:
         ]
         for entry in comparable_entries(results, rows)
     ]
-    headings = ["implementation", "ranks", "attention", "blocks kept", "step ms", "forward ms", "backward ms"]
+    headings = ["implementation", "ranks", "attention", "blocks kept", "median step ms", "forward ms", "backward ms"]
     return markdown_table([*headings, "optimizer ms", "tokens/s", "of peak", "peak GiB", "predicted GiB"], body)
 
 

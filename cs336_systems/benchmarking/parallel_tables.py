@@ -56,7 +56,7 @@ def _schemes(folder: str) -> Block:
             ]
             for row in sorted(rows, key=lambda row: (order.index(row.implementation), row.bucket_size_mb or 0))
         ]
-        headings = [f"{rows[0].precision if rows else ''} step ms", "longer by", "predicted ms"]
+        headings = [f"{rows[0].precision if rows else ''} median step ms", "longer by", "predicted ms"]
         headings += ["communication alone ms", "hidden by backward", "peak GiB"]
         return markdown_table(["implementation", *headings], body)
 
@@ -81,7 +81,14 @@ def _sharding(*files: str) -> Block:
             for name in files
             for row in read_rows(results / name)[0]
         ]
-        headings = ["implementation", "step ms", "optimizer ms", "peak GiB", "predicted GiB", "gathers that came late"]
+        headings = [
+            "implementation",
+            "median step ms",
+            "optimizer ms",
+            "peak GiB",
+            "predicted GiB",
+            "gathers that came late",
+        ]
         return markdown_table(headings, body)
 
     return make

@@ -73,7 +73,7 @@ def item_markdown(item: Item, results: Path, folder: Path) -> str:
 def _measured(part: Part, results: Path, folder: Path) -> list[str]:
     paths = part.paths(results)
     runs = [run for path in paths for run in read_rows(path)[1]]
-    commands = dict.fromkeys(run.command.replace(" --resume", "") for run in runs)
+    commands = dict.fromkeys(run.command for run in runs)
     pictures = [block for what, pattern in part.pictures for block in _pictures(what, pattern, results, folder)]
     rows = [f"[{path.name}]({link(path, folder)})" for path in paths]
     origin = "\n".join(f"- {line}" for line in dict.fromkeys(map(_without_command, runs)))

@@ -32,7 +32,7 @@ def scaling_table(rows: Rows, label: Callable[[Any], str] = lambda row: row.impl
     ranks = sorted({row.world_size for row in rows})
     if len(ranks) < 2:
         return ""
-    values = "step ms (efficiency), peak GiB"
+    values = "median step ms (efficiency), peak GiB"
     lines = [[f"{title}: {values}" if title else values, *(f"{n} rank{'s' * (n > 1)}" for n in ranks)]]
     lines.append([":--", *["--:"] * len(ranks)])
     by_scheme: dict[str, dict[int, str]] = {}
