@@ -220,6 +220,29 @@ def test_what_nsys_recorded_before_an_interruption_is_kept(
     assert not list(out.glob("*256*/report*"))  # none of less than was asked for
 
 
+@pytest.mark.parametrize("where", ["small-ctx128-train-step-fp32", "unprofiled"])
+@pytest.mark.parametrize(("name", "value"), [("steps", 2), ("warmup", 0), ("seed", 1), ("batch_size", 2)])
+def test_resuming_another_workload_is_refused(
+    nsys: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch, where: str, name: str, value: int
+) -> None:
+    monkeypatch.setattr("cs336_systems.profiling.run_nsys.run_analysis", lambda *_, **__: None)
+    out = tmp_path / "out"
+    _benchmark_rows(out / where, asdict(named_cell("small", 128, **CELL)) | {"step_mean_ms": 96.0, "status": "ok"})
+    _run_nsys(nsys, out)
+    calls = (nsys / "calls").read_text()
+    _run_nsys(nsys, out, resume=True)
+    capsys.readouterr()
+    if (where, name) == ("unprofiled", "batch_size"):  # rows of several lie side by side there
+        _run_nsys(nsys, out, resume=True, **{name: value})
+    else:
+        with pytest.raises(SystemExit) as stopped:
+            _run_nsys(nsys, out, ctx=(256, 128), resume=True, **{name: value})
+        assert stopped.value.code == 2
+        what = f"what is there of small-ctx128-train-step-fp32 has {name} {CELL[name]}, and this run {value}"
+        assert capsys.readouterr().err == f"error: --resume {out / where}: {what}; name another --out\n"
+    assert (nsys / "calls").read_text() == calls
+
+
 def test_an_export_that_was_interrupted_is_not_taken_for_whole(nsys: Path, tmp_path: Path) -> None:
     (nsys / "export-interrupted").touch()
     with pytest.raises(SystemExit) as stopped:

@@ -15,8 +15,8 @@ from pathlib import Path
 from cs336_systems.configs import BenchmarkCell, check
 
 _BENCHMARK = Path(__file__).resolve().parents[2] / "scripts" / "benchmark.py"
-_PARAMETERS = ("size", "ctx", "mode", "precision", "compile", "attention", "optimizer", "checkpoint_every")
-_PARAMETERS += ("warmup", "steps", "batch_size", "device", "seed")
+PARAMETERS = ("size", "ctx", "mode", "precision", "compile", "attention", "optimizer", "checkpoint_every")
+PARAMETERS += ("warmup", "steps", "batch_size", "device", "seed")
 
 CAPTURE_HINT = (
     "capture one with `nsys profile --trace=cuda,nvtx -o report python scripts/benchmark.py --nvtx`, or with "
@@ -48,7 +48,7 @@ def benchmark_command(cells: Sequence[BenchmarkCell], out: Path, nvtx: bool, res
     """scripts/benchmark.py on a product of cells of named sizes, its rows under `out`, added to those there if
     `resume`; marked for nsys if `nvtx`."""
     command = [sys.executable, str(_BENCHMARK)]
-    for name in _PARAMETERS:
+    for name in PARAMETERS:
         values = dict.fromkeys(str(getattr(cell, name)) for cell in cells)
         command += [f"--{name.replace('_', '-')}", *values]
     return [*command, *(["--nvtx"] if nvtx else []), *(["--resume"] if resume else []), "--out", str(out)]

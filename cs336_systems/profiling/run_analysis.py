@@ -64,7 +64,7 @@ def run_analysis(
             return []
         baseline = _rows_of(benchmark) if benchmark else []
         for folder in folders:
-            baseline += _rows(folder / UNPROFILED / "benchmark.json")
+            baseline += rows_beside(folder / UNPROFILED)
         analyses, unreadable = {}, []
         for file in files:
             try:
@@ -73,7 +73,7 @@ def run_analysis(
                 unreadable.append(str(error))
                 continue
             name = report_name(file)
-            analyses[name] = analyze(replace(trace, source=name), _same_cell(baseline, trace.cell))
+            analyses[name] = analyze(replace(trace, source=name), row_of(baseline, trace.cell))
         if unreadable and not analyses:
             raise ValueError("; ".join(unreadable))
         cells = [own for folder in folders for own in sorted(folder.iterdir()) if own.name != UNPROFILED]
@@ -164,16 +164,18 @@ def cell_name(cell: BenchmarkCell) -> str:
 
 def benchmark_row(path: Path | None, cell: BenchmarkCell) -> dict[str, Any] | None:
     """The row of a cell in a file of scripts/benchmark.py; None where it has none, ValueError if it is no such file."""
-    return _same_cell(_rows_of(path), asdict(cell)) if path else None
+    return row_of(_rows_of(path), asdict(cell)) if path else None
 
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of a file that somebody named."""
     check(path.is_file(), "benchmark", str(path), "must be a file that scripts/benchmark.py wrote")
-    return _rows(path)
+    return _read_benchmark(path)[1]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def rows_beside(folder: Path) -> list[dict[str, Any]]:
+    """The rows that scripts/benchmark.py left in a folder; none where it left no file."""
+    path = folder / "benchmark.json"
     return _read_benchmark(path)[1] if path.exists() else []
 
 
@@ -194,7 +196,8 @@ def _read_benchmark(path: Path) -> tuple[list[Provenance], list[dict[str, Any]]]
     return runs, rows
 
 
-def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> dict[str, Any] | None:
+def row_of(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The first row that is set beside a cell's report: of the same step, however often that was run."""
     if cell is None:
         return None
     usual = {"checkpoint_every": 0}
@@ -204,14 +207,14 @@ def _same_cell(rows: Sequence[dict[str, Any]], cell: dict[str, Any] | None) -> d
 
 def failed_rows(folder: Path) -> list[StepRow]:
     """Of a cell's folder: its row, if the cell could not run (out of memory, or unsupported)."""
-    path = folder / "benchmark.json"
-    failed = [row for row in _rows(path) if row["status"] != "ok"]
+    failed = [row for row in rows_beside(folder) if row["status"] != "ok"]
     shared = [name for name in _CELL if name in StepRow.__dataclass_fields__]
     try:
         return [
             StepRow(folder.name, row["status"], row["reason"], **{name: row[name] for name in shared}) for row in failed
         ]
     except KeyError as error:
+        path = folder / "benchmark.json"
         raise ValueError(f"{path}: is no file of scripts/benchmark.py (a row has no {error})") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import BenchmarkCell, check, named_cell
 from cs336_systems.profiling.nsys import (
+    PARAMETERS,
     NsysFailed,
     benchmark_command,
     capture,
@@ -21,7 +23,14 @@ from cs336_systems.profiling.nsys import (
     profile_command,
     run,
 )
-from cs336_systems.profiling.run_analysis import UNPROFILED, cell_name, failed_rows, run_analysis
+from cs336_systems.profiling.run_analysis import (
+    UNPROFILED,
+    cell_name,
+    failed_rows,
+    row_of,
+    rows_beside,
+    run_analysis,
+)
 from cs336_systems.records import check_writable
 
 
@@ -43,8 +52,8 @@ def run_nsys(
     """Captures every cell of the product, exports it to `<out>/<cell>/report.sqlite`, and reads all (`run_analysis`).
 
     A cell that cannot run (out of memory) leaves its benchmark's row and no report; any other failure ends the program
-    with status 1. Bad input ends the program with
-    status 2 before anything runs; Ctrl-C leaves the reports so far, and `resume` goes on from there.
+    with status 1. Bad input, and reports to `resume` that are of another workload, end the program with status 2
+    before anything runs; Ctrl-C leaves the reports so far, and `resume` goes on from there.
     """
     with refusing_bad_input():
         for flag, values in {"size": size, "ctx": ctx, "mode": mode, "precision": precision}.items():
@@ -53,6 +62,9 @@ def run_nsys(
             named_cell(name, length, mode=how, precision=number, **parameters)
             for name, length, how, number in product(size, ctx, mode, precision)
         ]
+        if resume:
+            for cell in cells:
+                _check_kept(out, cell)
         program = shlex.split(nsys) if dry_run else find_nsys(nsys)
         if not dry_run:
             check_writable(out)
@@ -65,7 +77,7 @@ def run_nsys(
             run(benchmark_command(cells, out / UNPROFILED, nvtx=False, resume=resume))
         for cell in cells:
             report = out / cell_name(cell) / "report.nsys-rep"
-            if not (resume and report.with_suffix(".sqlite").exists()):
+            if not (resume and _is_kept(report.parent)):
                 report.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     capture(program, report, benchmark_command([cell], report.parent, nvtx=True))
@@ -82,6 +94,26 @@ def run_nsys(
         print(f"error: {error}. Reports so far are kept, and --resume goes on from them.", file=sys.stderr)
         raise SystemExit(1) from None
     run_analysis(command, reports=[out], benchmark=None, out=out, top=top, nsys=nsys)
+
+
+def _is_kept(folder: Path) -> bool:
+    return (folder / "report.sqlite").exists()
+
+
+def _check_kept(out: Path, cell: BenchmarkCell) -> None:
+    """Raises ValueError where what there is of a cell is of another workload: its folder's name says not all of it."""
+    folder = out / cell_name(cell)
+    kept: list[tuple[Path, dict[str, Any]]] = []
+    if _is_kept(folder):
+        kept += [(folder, row) for row in rows_beside(folder)[-1:]]
+    if timed := row_of(rows_beside(out / UNPROFILED), asdict(cell)):
+        kept.append((out / UNPROFILED, timed))
+    for where, row in kept:
+        for name in PARAMETERS:
+            before, now = row.get(name, getattr(cell, name)), getattr(cell, name)  # or a file from before the column
+            if before != now:
+                what = f"what is there of {folder.name} has {name} {before}, and this run {now}"
+                raise ValueError(f"resume={str(where)!r}: {what}; name another --out")
 
 
 def commands(cells: Sequence[BenchmarkCell], nsys: Sequence[str], out: Path, unprofiled: bool) -> list[list[str]]:
