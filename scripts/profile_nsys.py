@@ -48,7 +48,7 @@ class Arguments:
     unprofiled: bool = True
     """Time the same cells without nsys too."""
     resume: bool = False
-    """Keep the reports under --out and capture the others."""
+    """Keep the reports under --out, which must be of the same workload, and capture the others."""
     dry_run: bool = False
     """Print the commands and run nothing."""
     top: int = 8
