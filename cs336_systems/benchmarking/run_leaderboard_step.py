@@ -103,7 +103,7 @@ def run_leaderboard_step(
         ]
         if any(cell.implementation == "fused" for cell in asked):
             missing = why_kernels_not("fused", device)
-            check(missing is None, "implementation", "fused", str(missing))
+            check(missing is None, "implementation", "fused", f"{missing}. On {device} this runs: torch")
         check(memory_gib is None or memory_gib > 0, "memory_gib", memory_gib, "must be above 0")
         card_gib, attention = _card(device)
         memory_gib = memory_gib or (card_gib and USED_SHARE * card_gib)

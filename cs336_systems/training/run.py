@@ -147,7 +147,7 @@ def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFi
     for name in now.keys() - FREE_ON_RESUME:
         if begun.get(name) != now[name]:
             message = f"the run under {str(config.out)!r} was begun with {begun.get(name)!r}"
-            raise ValueError(f"{name}={now[name]!r}: {message}")
+            raise ValueError(f"{name}={now[name]!r}: {message}; go on with that, or name another --out")
     check(
         checkpoint.data_sha256 == tokens.sha256,
         "data",
