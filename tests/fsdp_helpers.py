@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_basics.model import BasicsTransformerLM, Embedding, Linear, RMSNorm
 from cs336_basics.nn_utils import cross_entropy
+from cs336_systems.distributed.fsdp import FSDP, FullyShardedDataParallel
+from cs336_systems.distributed.process_group import RankContext
+from tests.adapters import get_fsdp
 
 VOCABULARY = 11  # divides by no world size but 1
 BATCH_SIZE = 30  # divides by 1, 2, 3 and 5
@@ -70,6 +73,13 @@ def transformer(num_layers: int = 3) -> BasicsTransformerLM:
 def build(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return make()
+
+
+def wrap(make: Callable[[], nn.Module], context: RankContext, **options: torch.dtype) -> FullyShardedDataParallel:
+    """A model of this rank's own seed, wrapped: it must end up with rank 0's weights."""
+    model = get_fsdp(build(make, context.rank), **options)
+    assert isinstance(model, FSDP)
+    return model
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

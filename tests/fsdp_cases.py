@@ -1,0 +1,123 @@
+"""FSDP's cases of accidents and misuse, functions for ranks: test_fsdp.py runs them, on ranks that others share."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.process_group import RankContext
+from tests.adapters import fsdp_gather_full_params
+from tests.fsdp_helpers import assert_same, average_by_hand, build, loss_on, transformer, wrap
+
+
+def dropped_steps(context: RankContext) -> None:
+    """A backward that raised, or a step that nobody took, leaves nothing for the next one once gradients are zeroed."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("backward failed")
+
+    def fail_in_backward(layer: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    plain, model = build(transformer, 0), wrap(transformer, context)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, fails in enumerate((False, True, False, False)):
+        hook = model.module.layers[1].ln1.register_forward_hook(fail_in_backward)
+        if not fails:
+            hook.remove()
+        loss = loss_on(model, step, context.rank, context.world_size)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="backward failed") if fails else nullcontext():
+            loss.backward()
+        if step < 3:
+            optimizer.zero_grad()  # without a step, nor synchronisation
+    model.finish_gradient_synchronization()
+    average_by_hand(plain, 3, context.world_size)
+    for each in (optimizer, torch.optim.SGD(plain.parameters(), lr=0.1)):
+        each.step()
+    assert_same(fsdp_gather_full_params(model), plain, 0 if context.world_size <= 2 else 1e-7)
+
+
+def moved_shards(context: RankContext) -> None:
+    """Shards whose memory is another are gathered from there, also for a layer that is called by itself."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    model = wrap(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), context)
+    with torch.no_grad():
+        before = model(x)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        assert torch.equal(model(x), before)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 2
+        plain = build(lambda: nn.Linear(4, 6), 0)
+        assert torch.equal(model.module[0](x), plain(x) * 2)
+
+
+def fast_path(context: RankContext) -> None:
+    """nn.TransformerEncoderLayer in evaluation, which reads its layers' weights itself where it can."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    model, plain = wrap(make, context), build(make, 0)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), plain.train(False)(x), rtol=1e-5, atol=1e-6)
+
+
+def freed(context: RankContext) -> None:
+    """A model that nobody holds is freed, whole."""
+    model = wrap(transformer, context)
+    loss_on(model, 0, context.rank, context.world_size).backward()
+    model.finish_gradient_synchronization()
+    left = [weakref.ref(model), *(weakref.ref(weight) for weight in model._weights)]
+    del model
+    gc.collect()
+    assert [reference() for reference in left if reference() is not None] == []
+
+
+class OtherLinear(nn.Linear):
+    """A subclass, which is not sharded."""
+
+
+def tied_to_another() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), OtherLinear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def misuse(context: RankContext) -> None:
+    with pytest.raises(ValueError, match=r"'1\.weight' is tied .* and OtherLinear is not among the layers"):
+        FSDP(tied_to_another())
+    module = nn.Sequential(nn.Linear(4, 2 * context.world_size))
+    model = FSDP(module)
+    with pytest.raises(ValueError, match=r"'0\.weight' has been sharded already"):
+        FSDP(module)
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"the layer of '0\.weight' is sharded .* neither copied nor pickled"):
+            copying(model.module[0])
+    with pytest.raises(ValueError, match=r"compute_dtype=torch\.int64"):
+        FSDP(nn.Linear(2, 2), compute_dtype=torch.int64)
+    with pytest.raises(ValueError, match="FullyShardedDataParallel already"):
+        FSDP(nn.Sequential(FSDP(nn.Linear(2, 2))))
+    for option in ({"sparse": True}, {"max_norm": 1.0}):
+        with pytest.raises(ValueError, match=r"embedding '0' has .*max_norm=None"):
+            FSDP(nn.Sequential(nn.Embedding(3, 2, **option)))
+    for change in (lambda module: module.half(), lambda module: module.to("meta")):
+        model = FSDP(nn.Sequential(nn.Linear(2, 2)))
+        change(model.module)
+        with pytest.raises(
+            RuntimeError, match=r"weight '0\.weight' was a parameter of torch\.float32 on cpu when it was sharded"
+        ):
+            model(torch.randn(1, 2))
+    if context.world_size > 1:
+        with pytest.raises(ValueError, match="the ranks built different ones"):
+            FSDP(nn.Linear(2, 3 + context.rank))
