@@ -7,6 +7,12 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from typing import Any
+
+
+def answer(number: int, handler: Any) -> None:
+    """Makes `handler` the signal's, as getsignal had returned it: None for one that Python did not set."""
+    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
@@ -34,7 +40,7 @@ def signals_waiting() -> Generator[None]:
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited is received here
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            answer(number, handler)
         if received:
             signal.raise_signal(received[0])
 
@@ -51,7 +57,7 @@ def ended_by_signals() -> Generator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            answer(number, handler)
 
 
 def leave_interrupts_to_parent() -> None:

@@ -16,6 +16,7 @@ from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
+from cs336_systems.signals import answer
 
 
 def measure_into_files(
@@ -91,7 +92,7 @@ def _answer_interrupts(handler: Any) -> None:
     """A second Ctrl-C, be it from a launcher that passes the first one on, does not spoil the files of the seconds in
     which they are written; then it is answered as before."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
+        answer(signal.SIGINT, handler)
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from cs336_systems.benchmarking.report_rows import (
     read_published,
     read_rows,
     status_or,
+    with_spread,
 )
 from cs336_systems.configs import MODEL_SIZES
-from cs336_systems.records import format_value
 
 Block = Callable[[Path], str]
 
@@ -123,9 +123,7 @@ def _leaderboard_step(results: Path) -> str:
             row.world_size,
             row.attention,
             _kept(row),
-            f"{format_value(row.step_median_ms)} ± {format_value(row.step_std_ms)}"
-            if row.ok
-            else status_or(row, "status"),
+            with_spread(row, "step_median_ms"),
             row.forward_ms,
             row.backward_ms,
             row.optimizer_ms,

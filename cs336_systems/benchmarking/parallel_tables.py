@@ -13,6 +13,7 @@ from cs336_systems.benchmarking.report_rows import (
     provenance,
     read_rows,
     status_or,
+    with_spread,
 )
 from cs336_systems.benchmarking.scaling import scaling_table
 from cs336_systems.records import format_value
@@ -70,9 +71,7 @@ def _sharding(*files: str) -> Block:
         body = [
             [
                 f"{row.implementation}, {row.precision}",
-                f"{format_value(row.step_median_ms)} ± {format_value(row.step_std_ms)}"
-                if row.ok
-                else status_or(row, "status"),
+                with_spread(row, "step_median_ms"),
                 row.optimizer_ms,
                 row.peak_memory_gib,
                 row.predicted_peak_gib,

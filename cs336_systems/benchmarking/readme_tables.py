@@ -14,7 +14,14 @@ from typing import Any
 from cs336_systems.benchmarking.kernel_tables import KERNEL_BLOCKS
 from cs336_systems.benchmarking.parallel_tables import PARALLEL_BLOCKS, Block
 from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS
-from cs336_systems.benchmarking.report_rows import Table, markdown_table, read_published, read_rows, status_or
+from cs336_systems.benchmarking.report_rows import (
+    Table,
+    markdown_table,
+    read_published,
+    read_rows,
+    status_or,
+    with_spread,
+)
 from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.records import format_value
 
@@ -96,13 +103,10 @@ def _warmup_at_256(results: Path) -> str:
     rows, _ = read_rows(results / WARMUP)
     counts = sorted({row.warmup for row in rows})
     by_cell = {(row.size, row.warmup): row for row in rows}
-
-    def cell(size: str, count: int) -> str:
-        row = by_cell.get((size, count))
-        mean = format_value(status_or(row, "step_mean_ms"))
-        return f"{mean} ± {format_value(row.step_std_ms)}" if row is not None and row.ok else mean
-
-    body = [[size, *(cell(size, count) for count in counts)] for size in in_order(rows)]
+    body = [
+        [size, *(with_spread(by_cell.get((size, count)), "step_mean_ms") for count in counts)]
+        for size in in_order(rows)
+    ]
     return markdown_table(["fp32 step ms", *(f"warm-up {count}" for count in counts)], body)
 
 

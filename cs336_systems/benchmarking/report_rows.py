@@ -104,6 +104,12 @@ def status_or(row: Any, name: str) -> object:
     return None if row is None else row[name] if row.ok else row.status.upper()
 
 
+def with_spread(row: Any, name: str) -> object:
+    """A row's median or mean of steps, `name`, with their standard deviation, "711.4 ± 0.5598"; else as `status_or`."""
+    value = status_or(row, name)
+    return f"{format_value(value)} ± {format_value(row.step_std_ms)}" if row is not None and row.ok else value
+
+
 def percent(share: float | None, signed: bool = False) -> str | None:
     """0.256 -> "26%"; signed, "+25.6%"."""
     return None if share is None else f"{share:+.1%}" if signed else f"{share:.0%}"

@@ -240,7 +240,7 @@ def _change_nothing(layer: nn.Module, args: Any) -> None: ...
 
 def _check_can_be_sharded(module: nn.Module, sharded: list[nn.Module]) -> None:
     """Raises ValueError if a parameter is sharded already, or belongs to a layer that would not gather it, too."""
-    mine = {layer.weight for layer in sharded}
+    mine, gathering = {layer.weight for layer in sharded}, set(sharded)
     for layer_name, layer in module.named_modules():
         for name, parameter in layer._parameters.items():
             full_name = f"{layer_name}.{name}".lstrip(".")
@@ -248,7 +248,7 @@ def _check_can_be_sharded(module: nn.Module, sharded: list[nn.Module]) -> None:
                 raise ValueError(
                     f"module: its parameter {full_name!r} has been sharded already; wrap a model once, and whole"
                 )
-            if parameter in mine and not (name == "weight" and any(layer is other for other in sharded)):
+            if parameter in mine and not (name == "weight" and layer in gathering):
                 raise ValueError(
                     f"module: its parameter {full_name!r} is tied to the weight of a Linear or Embedding, which is "
                     f"sharded, and {type(layer).__name__} is not among the layers that gather theirs"
