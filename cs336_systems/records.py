@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from cs336_systems.provenance import Provenance
+from cs336_systems.signals import signals_waiting
 
 
 class Unsupported(Exception):
@@ -61,6 +63,9 @@ class ResultsFile(Generic[Row]):
     from. The files of an earlier run that is not resumed (rows, tables and pictures: `<name>.*` and `<name>_*`) are
     moved to a folder of their own, never overwritten.
 
+    Attributes:
+        lock: held while rows are added; a thread that writes tables of the last rows holds it.
+
     Raises:
         ValueError: the directory cannot be written, or the file to resume has columns that do not fit, or rows of
             another card.
@@ -75,6 +80,7 @@ class ResultsFile(Generic[Row]):
         self.runs: list[Provenance] = []
         self.rows: list[Row] = []
         self._run_of_row: list[int] = []
+        self.lock = threading.RLock()
         check_writable(self.directory)
         lock_folder(self.directory)
         for unfinished in self.directory.glob(f".{name}.*-*"):  # of a run that was killed as it wrote
@@ -89,26 +95,16 @@ class ResultsFile(Generic[Row]):
 
     def append(self, row: Row) -> None:
         """Adds a row and puts the whole file on disk. Raises NotWritten if it can't; all then is as it was before."""
-        self.rows.append(row)
-        self._run_of_row.append(len(self.runs) - 1)
-        try:
-            self._write()
-        except BaseException:
-            self.rows.pop()
-            self._run_of_row.pop()
-            raise
+        self.replace([row], lambda _: False)
 
     def replace(self, rows: Sequence[Row], is_replaced: Callable[[Row], bool]) -> None:
         """Adds rows in the place of those of which `is_replaced(row)` is true, in one write; errors as `append`."""
-        before = self.rows, self._run_of_row
         kept = [index for index, row in enumerate(self.rows) if not is_replaced(row)]
-        self.rows = [self.rows[index] for index in kept] + [*rows]
-        self._run_of_row = [self._run_of_row[index] for index in kept] + [len(self.runs) - 1] * len(rows)
-        try:
-            self._write()
-        except BaseException:
-            self.rows, self._run_of_row = before
-            raise
+        after = [self.rows[index] for index in kept] + [*rows]
+        run_of_row = [self._run_of_row[index] for index in kept] + [len(self.runs) - 1] * len(rows)
+        with signals_waiting(), self.lock:  # cut in two, they would leave tables that lack a row of the file
+            self._write(after, run_of_row)
+            self.rows, self._run_of_row = after, run_of_row
 
     def used_runs(self) -> list[Provenance]:
         """The runs that have rows, in order."""
@@ -129,10 +125,10 @@ class ResultsFile(Generic[Row]):
         write_atomically(self.path.with_suffix(".tex"), latex)
         return markdown
 
-    def _write(self) -> None:
+    def _write(self, rows: Sequence[Row], run_of_row: Sequence[int]) -> None:
         document = {
             "runs": [asdict(run) for run in self.runs],
-            "rows": [{"run": run, **_as_dict(row)} for run, row in zip(self._run_of_row, self.rows, strict=True)],
+            "rows": [{"run": run, **_as_dict(row)} for run, row in zip(run_of_row, rows, strict=True)],
         }
         write_atomically(self.path, json.dumps(document, indent=1) + "\n")
 

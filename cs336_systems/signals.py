@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM while processes are started: answered after it, by this process and not by those it starts."""
+"""Ctrl-C and SIGTERM while processes are started or files replaced: answered after it, by this process and not by those
+it starts."""
 
 from __future__ import annotations
 
@@ -17,12 +18,7 @@ def answer(number: int, handler: Any) -> None:
 
 @contextmanager
 def signals_waiting() -> Generator[None]:
-    """SIGINT and SIGTERM are answered at the end: in the middle of a fork request they would end the fork server, which
-    dies of a request cut short, and with it everything that was forked from it is lost to its parents.
-
-    A process that is started inside, the fork server too, has SIGINT blocked until `leave_interrupts_to_parent`: a
-    terminal sends Ctrl-C to all of them, in whatever state they are.
-    """
+    """SIGINT and SIGTERM are answered at the end: what stands inside is done whole, or not at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,19 +26,35 @@ def signals_waiting() -> Generator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, lambda number, frame: received.append(number))
-    mask = None
-    if hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # multiprocessing would start it before the fork server, and unblock SIGINT
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        if mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited is received here
         for number, handler in before.items():
             answer(number, handler)
         if received:
             signal.raise_signal(received[0])
+
+
+@contextmanager
+def starting_processes() -> Generator[None]:
+    """`signals_waiting`, for what starts processes: in the middle of a fork request a signal would end the fork server,
+    which dies of a request cut short, and with it everything that was forked from it is lost to its parents.
+
+    A process that is started inside, the fork server too, has SIGINT blocked until `leave_interrupts_to_parent`: a
+    terminal sends Ctrl-C to all of them, in whatever state they are.
+    """
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if not on_main_thread or not hasattr(signal, "pthread_sigmask"):
+        with signals_waiting():
+            yield
+        return
+    with signals_waiting():
+        resource_tracker.ensure_running()  # multiprocessing would start it before the fork server, and unblock SIGINT
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited is received here
 
 
 @contextmanager

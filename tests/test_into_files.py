@@ -73,26 +73,28 @@ def test_a_row_and_then_tables_that_do_not_fit_are_one_line(results, capsys):
     ]
 
 
-def test_a_second_ctrl_c_does_not_spoil_the_files(results, capsys):
+@pytest.mark.parametrize(
+    ("number", "error", "word"),
+    [(signal.SIGINT, KeyboardInterrupt(), "Interrupted"), (signal.SIGTERM, SystemExit(143), "Ended by SIGTERM")],
+)
+def test_a_second_signal_does_not_spoil_the_files(results, capsys, number, error, word):
     def sweep():
         results.append(_Row(1))
-        raise KeyboardInterrupt
+        raise error
 
     def write(results):
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
         return _write(results)
 
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            sweep_into_files(results, sweep, write)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert stopped.value.code == 130
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stopped:
+        sweep_into_files(results, sweep, write)
+    assert signal.getsignal(number) == before
+    assert stopped.value.code == 128 + number
     assert (results.directory / "rows.md").exists()
     shown = capsys.readouterr()
     assert shown.out == "1 rows\n"
-    assert "Interrupted; --resume" in shown.err
+    assert shown.err.startswith(f"\n{word}; --resume goes on from here.\n")
 
 
 def test_tables_that_do_not_fit_are_explained_too(results, capsys):

@@ -27,6 +27,7 @@ from tests.train_under_torchrun import N_STEPS
 END_S = 30.0
 
 
+@pytest.mark.slow  # four processes that import torch by themselves
 def test_two_nodes_under_torchrun_train_the_same_weights(tmp_path: Path) -> None:
     """Two torchruns on this machine, each a node of one rank, meet over the loopback address."""
     files = [tmp_path / "node-0.pt", tmp_path / "node-1.pt"]
@@ -247,7 +248,8 @@ def test_a_benchmark_under_a_launcher_writes_on_rank_0_and_resumes_on_all(tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_path: Path) -> None:
-    """As in a terminal, all ranks hear it, and once more when the launcher passes it on."""
+    """As in a terminal, all ranks hear it, and once more when the launcher passes it on; between two cells, when no
+    rank is in a group, as well as inside one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     sizes = [f"{0.001 * n:.3f}" for n in range(1, 400)]
     arguments = ["--device", "cpu", "--sizes-mb", *sizes, "--repeats", "1", "--out", tmp_path / "out"]
@@ -268,7 +270,7 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     assert ranks[1].wait() in (-number, 1)
     assert "Traceback" not in ranks[0].errors + ranks[1].errors
     n_rows = len(json.loads(rows_file.read_text())["rows"])
-    assert f"The {n_rows} rows so far are in {rows_file}; --resume goes on from there." in ranks[0].errors
+    assert "--resume goes on from " in ranks[0].errors
     tables = [(tmp_path / "out" / f"all_reduce.{kind}").read_text() for kind in ("md", "csv", "tex")]
     assert [tables[0].count("| ok "), len(tables[1].splitlines())] == [n_rows, n_rows + 1]
     assert (tmp_path / "out" / "all_reduce.png").exists()

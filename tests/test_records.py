@@ -4,6 +4,7 @@ import csv
 import errno
 import fcntl
 import os
+import signal
 from dataclasses import dataclass, replace
 
 import pytest
@@ -132,6 +133,24 @@ def test_a_full_disk_leaves_the_rows_before(tmp_path, monkeypatch):
         results.append(_Row("lost", 2, 1.0))
     assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["kept"]
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]  # no half-written file is left behind
+
+
+@pytest.mark.parametrize("written_first", [False, True])
+def test_ctrl_c_as_a_row_is_written_leaves_the_row_in_file_and_tables(tmp_path, monkeypatch, written_first):
+    results = ResultsFile(tmp_path, "bench", _Row, RUN)
+    os_replace = os.replace
+
+    def interrupted(*paths):
+        if written_first:
+            os_replace(*paths)
+        signal.raise_signal(signal.SIGINT)
+        if not written_first:
+            os_replace(*paths)
+
+    monkeypatch.setattr("cs336_systems.records.os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        results.append(_Row("a", 1, 1.5))
+    assert results.rows == read_results(results.path, _Row)[1] == [_Row("a", 1, 1.5)]
 
 
 def test_a_folder_is_one_processs_at_a_time(tmp_path):

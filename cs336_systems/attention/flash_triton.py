@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention.checks import check_inputs
+from cs336_systems.attention.implementations import WITHOUT_TRITON
 
 
 @functools.cache
 def _launchers() -> ModuleType:
     """The module that launches the kernels."""
     if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("the Triton kernels need the package triton (Linux only), which is not installed")
+        raise RuntimeError(WITHOUT_TRITON)
     from cs336_systems.attention import triton_launch
 
     return triton_launch

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from cs336_systems.attention.reference import attention_reference
 
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+WITHOUT_TRITON = "the package triton is not installed (it comes with PyTorch on Linux)"
 _KNOWN_TRITON = "3.6"
 # Triton itself reads the variable when it defines a kernel, so setting it later would have no effect there either.
 _TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -28,7 +29,7 @@ _TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1",
 
 def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if not _TRITON_IS_INSTALLED:
-        return "the package triton is not installed (it comes with PyTorch on Linux)"
+        return WITHOUT_TRITON
     if device.type != "cuda" and not _TRITON_IS_INTERPRETED:
         return (
             f"Triton compiles for GPUs, and the tensors are on {device.type}; move them to a GPU, or set "

@@ -55,22 +55,26 @@ def sweep_into_files(
     """Calls `sweep()`, which adds rows to `results`; then, whatever ended it, writes the files and prints their text.
 
     Raises:
-        SystemExit: 130 after Ctrl-C, 1 where a file could not be written, each after a line that says how to go on.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM (as cli.py answers it), 1 where a file could not be written,
+            each after a line that says how to go on.
     """
     told: list[str] = []
-    on_interrupt = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with _explaining(NotWritten, results, told):
             sweep()
-    except KeyboardInterrupt:
-        _answer_interrupts(signal.SIG_IGN)
-        tell("\nInterrupted; --resume goes on from here.")
-        raise SystemExit(130) from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        is_sigterm = isinstance(error, SystemExit)
+        if is_sigterm and error.code != 128 + signal.SIGTERM:
+            raise
+        _answer(dict.fromkeys(before, signal.SIG_IGN))
+        tell(f"\n{'Ended by SIGTERM' if is_sigterm else 'Interrupted'}; --resume goes on from here.")
+        raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None
     finally:
         try:
             finish_files(results, write_files, told)
         finally:
-            _answer_interrupts(on_interrupt)
+            _answer(before)
 
 
 def finish_files(
@@ -88,11 +92,12 @@ def finish_files(
         tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
 
 
-def _answer_interrupts(handler: Any) -> None:
+def _answer(handlers: dict[signal.Signals, Any]) -> None:
     """A second Ctrl-C, be it from a launcher that passes the first one on, does not spoil the files of the seconds in
     which they are written; then it is answered as before."""
     if threading.current_thread() is threading.main_thread():
-        answer(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            answer(number, handler)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cs336_systems.records import NotWritten, Unsupported
-from cs336_systems.signals import leave_interrupts_to_parent, signals_waiting
+from cs336_systems.signals import leave_interrupts_to_parent, starting_processes
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
 _PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
@@ -67,7 +67,7 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
         target=_child, args=(sender, lifeline_end, dict(environment or {}), function, args), daemon=True
     )
     try:
-        with signals_waiting():
+        with starting_processes():
             child.start()
         sender.close()
         lifeline_end.close()

@@ -55,6 +55,7 @@ def ranks_into_files(
 
 def _finish_launched(results: ResultsFile, write_files: Callable[[ResultsFile], str]) -> None:
     """What rank 0 of a launched job does before it ends by Ctrl-C, its own error or another rank's."""
+    results.lock.acquire()  # until the process ends: the thread that measures adds no row that the tables lack
     finish_files(results, write_files)
     tell(f"The {len(results.rows)} rows so far are in {results.path}; --resume goes on from there.")
 

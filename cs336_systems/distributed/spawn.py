@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cs336_systems.signals import leave_interrupts_to_parent, signals_waiting
+from cs336_systems.signals import leave_interrupts_to_parent, starting_processes
 
 # After the first failure, the time in which other ranks may report theirs: a rank whose peer was killed often raises
 # "connection closed" before the death of that peer is seen, and the error should name the cause.
@@ -81,7 +81,7 @@ def start_fork_server(*modules: str) -> None:
 
         os.environ[_IN_SERVER] = "1"  # the server inherits it
         try:
-            with signals_waiting():
+            with starting_processes():
                 forkserver.ensure_running()
         finally:
             del os.environ[_IN_SERVER]
@@ -114,7 +114,7 @@ def spawn_processes(
     ranks: list[_Rank] = []
     try:
         for index in range(n_processes):
-            with signals_waiting():  # or one between the fork and the list would leave a rank that nobody ends
+            with starting_processes():  # or one between the fork and the list would leave a rank that nobody ends
                 ranks.append(_start(context, index, call))
         start_s = time.time()
         _wait_for(ranks, until_s=None)
