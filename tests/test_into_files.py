@@ -4,11 +4,12 @@ import errno
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 
-from cs336_systems.benchmarking.into_files import sweep_into_files
+from cs336_systems.benchmarking.into_files import check_any_measured, sweep_into_files
 from cs336_systems.cli import show, tell
 from cs336_systems.records import NotWritten, ResultsFile, read_results
 from tests.example_rows import RUN
@@ -17,6 +18,7 @@ from tests.example_rows import RUN
 @dataclass(frozen=True)
 class _Row:
     number: int
+    status: str = "ok"
 
 
 def _no_space(*_):
@@ -95,6 +97,14 @@ def test_a_second_signal_does_not_spoil_the_files(results, capsys, number, error
     shown = capsys.readouterr()
     assert shown.out == "1 rows\n"
     assert shown.err.startswith(f"\n{word}; --resume goes on from here.\n")
+
+
+@pytest.mark.parametrize(("statuses", "ends"), [(("oom", "ok"), False), (("killed", "oom"), True), (("ok",), False)])
+def test_only_a_run_that_measured_nothing_at_all_ends_with_status_1(results, statuses, ends):
+    for number, status in enumerate(statuses):
+        results.append(_Row(number, status))
+    with pytest.raises(SystemExit, match="1") if ends else nullcontext():
+        check_any_measured(results)
 
 
 def test_tables_that_do_not_fit_are_explained_too(results, capsys):

@@ -22,7 +22,7 @@ from cs336_systems.benchmarking.convergence_report import (
     plot_convergence,
     run_folder,
 )
-from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_files
+from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.cli import refusing_bad_input
@@ -119,6 +119,7 @@ def run_convergence(
                 raise
 
     sweep_into_files(results, sweep, _write_files)
+    check_any_measured(results)
     return results.rows
 
 

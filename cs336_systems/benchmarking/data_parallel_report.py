@@ -25,7 +25,7 @@ COLUMNS = {
     "step_std_ms": "± ms",
     "exposed_ms": "exposed ms",
     "exposed_share": "of the step",
-    "predicted_overhead_ms": "predicted ms",
+    "predicted_overhead_ms": "predicted exposed ms",
     "communication_ms": "communication alone ms",
     "collective_ms": "collectives ms",
     "covered_share": "covered by backward",

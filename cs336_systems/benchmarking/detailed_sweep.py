@@ -33,7 +33,8 @@ def run_detailed_sweep(
 
     `details` are the second file's name, its row type, and the key under which a measurement has its rows
     (`DetailRows`). `write_files(rows, details)` writes the tables of both, and returns what a person reads. Where no
-    `whole_model` is run, memory is not checked beforehand.
+    `whole_model` is run, memory is not checked beforehand. A cell that runs out of memory has details too, so that no
+    cell need be measured for status 0.
     """
     detail_rows: list[DetailRows] = []
 
@@ -53,4 +54,5 @@ def run_detailed_sweep(
         out=out,
         resume=resume,
         check_cells=check_models if whole_model else check_runs_here,
+        must_measure=False,
     )

@@ -31,12 +31,14 @@ def measure_into_files(
     out: Path,
     resume: bool,
     check_cells: Callable[[list[Any]], None] = check_models,
+    must_measure: bool = True,
 ) -> list[Any]:
     """From arguments to files under `out`: check, measure, print the tables; returns the rows.
 
     `make_cells(device)` raises ValueError for what cannot be, as does `check_cells(cells)` for what cannot be on this
     machine; `sweep` measures, and `write_files` writes all but the JSON file and returns what a person reads. Bad input
-    ends the program with status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk.
+    ends the program with status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk. With
+    `must_measure` it ends with status 1 if no cell at all was measured.
     """
     with refusing_bad_input():
         make_cells("cuda" if device == "auto" else device)
@@ -46,6 +48,8 @@ def measure_into_files(
         check_cells(cells)
         results = ResultsFile(out, name, row_type, provenance, resume=resume)
     sweep_into_files(results, lambda: sweep(cells, results), write_files)
+    if must_measure:
+        check_any_measured(results)
     return results.rows
 
 
@@ -75,6 +79,12 @@ def sweep_into_files(
             finish_files(results, write_files, told)
         finally:
             _answer(before)
+
+
+def check_any_measured(results: ResultsFile) -> None:
+    """Raises SystemExit with status 1 where all rows say that their cells could not be measured."""
+    if all(getattr(row, "status", "ok") != "ok" for row in results.rows):
+        raise SystemExit(1)
 
 
 def finish_files(

@@ -149,7 +149,9 @@ def _leaderboard_step(results: Path) -> str:
         for entry in comparable_entries(results, rows)
     ]
     headings = ["implementation", "ranks", "attention", "blocks kept", "median step ms", "forward ms", "backward ms"]
-    return markdown_table([*headings, "optimizer ms", "tokens/s", "of peak", "peak GiB", "predicted GiB"], body)
+    return markdown_table(
+        [*headings, "optimizer ms", "tokens/s", "share of peak", "peak GiB", "predicted peak GiB"], body
+    )
 
 
 def _kept(row: Any) -> str | None:

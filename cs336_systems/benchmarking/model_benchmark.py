@@ -152,7 +152,7 @@ _RESULT_HEADINGS = {
     "step_median_ms": "step median ms",
     "tokens_per_s": "tokens/s",
     "tflops": "TFLOP/s",
-    "peak_share": "of peak",
+    "peak_share": "share of peak",
     "peak_memory_gib": "peak GiB",
 }
 

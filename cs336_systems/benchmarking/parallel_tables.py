@@ -57,7 +57,7 @@ def _schemes(folder: str) -> Block:
             ]
             for row in sorted(rows, key=lambda row: (order.index(row.implementation), row.bucket_size_mb or 0))
         ]
-        headings = [f"{rows[0].precision if rows else ''} median step ms", "longer by", "predicted ms"]
+        headings = [f"{rows[0].precision if rows else ''} median step ms", "longer by", "predicted exposed ms"]
         headings += ["communication alone ms", "hidden by backward", "peak GiB"]
         return markdown_table(["implementation", *headings], body)
 
@@ -85,7 +85,7 @@ def _sharding(*files: str) -> Block:
             "median step ms",
             "optimizer ms",
             "peak GiB",
-            "predicted GiB",
+            "predicted peak GiB",
             "gathers that came late",
         ]
         return markdown_table(headings, body)

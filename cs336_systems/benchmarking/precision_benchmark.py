@@ -127,10 +127,10 @@ def _silent(name: str) -> Generator[None]:
 PRECISION_COLUMNS = {
     "samples_per_s": "samples/s",
     "weight_copies_gib": "weight copies GiB",
-    "weight_copies_predicted_gib": "predicted",
+    "weight_copies_predicted_gib": "predicted weight copies GiB",
     "weight_cache_gib": "of autocast's cache alone GiB",
     "activations_gib": "activations GiB",
-    "activations_predicted_gib": "predicted ",
+    "activations_predicted_gib": "predicted activations GiB",
     "requested_gib": "requested GiB",
     "allocated_gib": "allocated GiB",
     "peak_predicted_gib": "predicted peak GiB",

@@ -75,7 +75,7 @@ def checkpointing(results: Path) -> str:
         ]
         for row in rows
     ]
-    headings = ["size, ctx", "blocks a segment", "peak GiB", "predicted", "kept, predicted", "step ms"]
+    headings = ["size, ctx", "blocks a segment", "peak GiB", "predicted peak GiB", "predicted kept GiB", "step ms"]
     return markdown_table([*headings, "× without", "× FLOPs"], body)
 
 
@@ -96,7 +96,15 @@ def memory_by_formula(results: Path) -> str:
         for row in rows
         if row.mode == "train-step"
     ]
-    headings = ["size, ctx", "kept for backward GiB", "predicted", "off by", "peak GiB", "predicted", "off by"]
+    headings = [
+        "size, ctx",
+        "kept for backward GiB",
+        "predicted kept GiB",
+        "off by",
+        "peak GiB",
+        "predicted peak GiB",
+        "off by",
+    ]
     return markdown_table(headings, body)
 
 
@@ -121,7 +129,7 @@ def memory_rows(names: Sequence[str]) -> Callable[[Path], str]:
             ]
             for row in sorted(rows, key=lambda row: (row.mode, row.precision != "fp32", row.ctx))
         ]
-        return markdown_table(["GiB", "peak", "predicted", "in", *(name.replace("_", " ") for name in held)], body)
+        return markdown_table(["GiB", "peak", "predicted peak", "in", *(name.replace("_", " ") for name in held)], body)
 
     return make
 

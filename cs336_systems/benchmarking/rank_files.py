@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.into_files import finish_files, sweep_into_files
+from cs336_systems.benchmarking.into_files import check_any_measured, finish_files, sweep_into_files
 from cs336_systems.cli import tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.last_words import finishing
@@ -49,8 +49,8 @@ def ranks_into_files(
     except RankFailedError as error:
         error.add_note(f"\nThe {len(results.rows)} rows before are in {results.path}; --resume goes on from there.")
         raise
-    if must_measure and all(row.status != "ok" for row in results.rows):
-        raise SystemExit(1)
+    if must_measure:
+        check_any_measured(results)
 
 
 def _finish_launched(results: ResultsFile, write_files: Callable[[ResultsFile], str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.before_work import check_models
-from cs336_systems.benchmarking.into_files import resolve_device, sweep_into_files
+from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.layer_norm_precision import (
     LAYER_NORM_COLUMNS,
@@ -97,3 +97,4 @@ def _benchmark(cells: list[BenchmarkCell], results: ResultsFile, out: Path) -> N
         return table
 
     sweep_into_files(results, lambda: run_sweep(cells, measure_precision_cell, results, cell_label), write_files)
+    check_any_measured(results)

@@ -237,7 +237,7 @@ BLOCK_COLUMNS = {
     "compile": "compile",
     "status": "status",
     "activations_mib": "activations MiB",
-    "predicted_mib": "predicted",
+    "predicted_mib": "predicted activations MiB",
     "n_activations": "tensors",
     "largest_five_share": "the five largest's share",
     "weight_copies_mib": "weight copies MiB",

@@ -208,7 +208,7 @@ COLUMNS: dict[str, dict[str, str]] = {
         "waiting_share": "waiting for launches",
         "idle_share": "other gaps",
         "step_tflops": "products TFLOP/s",
-        "matmul_peak_share": "of peak",
+        "matmul_peak_share": "share of peak",
     },
 }
 WHAT_RAN = {"size": "size", "ctx": "ctx", "mode": "mode", "precision": "precision"}
