@@ -1,9 +1,10 @@
 """Time the fused kernels beside eager PyTorch, torch.compile and PyTorch's own fused functions, at the models' shapes.
 
-By default the large model's shapes (4 sequences of 1,024 tokens) and the 8b model's (32,768 tokens), in bfloat16:
+By default the large model's shapes (4 sequences of 1,024 tokens) and the 8b model's (32,768 tokens), in bfloat16;
+without a GPU the tiny model's:
 
     python scripts/kernel_benchmark.py --kernel linear-cross-entropy rms-norm --size 8b
-    python scripts/kernel_benchmark.py --size tiny --tokens 64 --implementation eager torch    # on a laptop's CPU
+    python scripts/kernel_benchmark.py --implementation eager torch    # on a laptop's CPU
 
 Each is timed by triton.testing.do_bench (the L2 cache emptied before each call; without CUDA on the host's clock). What
 cannot run, or runs out of memory, has a row that says so. Tables are printed as Markdown, and rows are kept under --out
@@ -29,8 +30,8 @@ class Arguments:
     implementation: tuple[ImplementationName, ...] = get_args(ImplementationName)
     """fused is the project's kernel; torch is fused AdamW, F.rms_norm, and the loss in checkpointed chunks of 4,096
     tokens (nothing for the others)."""
-    size: tuple[str, ...] = ("large", "8b")
-    """Named sizes, whose widths and vocabulary are used."""
+    size: tuple[str, ...] = ()
+    """Named sizes, whose widths and vocabulary are used; by default large and 8b on a GPU, tiny elsewhere."""
     precision: tuple[Precision, ...] = ("bf16",)
     """The dtype of inputs, weights, gradients and state; tf32 is fp32 with tensor cores."""
     tokens: int | None = None

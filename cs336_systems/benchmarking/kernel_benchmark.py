@@ -167,24 +167,30 @@ def kernel_cells(
     precision: tuple[str, ...],
     tokens: int | None,
     adamw_layers: int,
+    *,
+    device: str,
     **settings: Any,
 ) -> list[KernelCell]:
     """The product of the first four, each in all of the kernel's passes; what has no peer in PyTorch is left out.
 
-    Without `tokens`: the size's own context where that is the leaderboard's (8b: 32,768), else 4 × 1,024. Raises
-    ValueError for the first cell that cannot be, and for a parameter of no values.
+    Without `size`: large and 8b on a GPU, tiny elsewhere. Without `tokens`: the size's own context where that is the
+    leaderboard's (8b: 32,768), else 4 × 1,024. Raises ValueError for the first cell that cannot be, and for another
+    parameter of no values.
     """
-    check_not_empty(kernel=kernel, implementation=implementation, size=size, precision=precision)
+    check_not_empty(kernel=kernel, implementation=implementation, precision=precision)
     check(adamw_layers >= 1, "adamw_layers", adamw_layers, "must be at least 1")
+    default_sizes = ("large", "8b") if device.startswith("cuda") else ("tiny",)
     cells = []
-    for name, dtype, what, how in product(size, precision, kernel, implementation):
+    for name, dtype, what, how in product(size or default_sizes, precision, kernel, implementation):
         if how == "torch" and what in WITHOUT_PEER:
             continue
         shape = named_shape(name)
         shape["num_layers"] = min(shape["num_layers"], adamw_layers)
         shape["tokens"] = max(4096, MODEL_SIZES[name].context_length) if tokens is None else tokens
         cells += [
-            KernelCell(kernel=what, implementation=how, precision=dtype, phase=phase, **shape, **settings)  # ty: ignore[invalid-argument-type]
+            KernelCell(
+                kernel=what, implementation=how, precision=dtype, phase=phase, device=device, **shape, **settings
+            )  # ty: ignore[invalid-argument-type]
             for phase in phases_of(what)
         ]
     return cells
