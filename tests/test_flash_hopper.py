@@ -2,6 +2,9 @@
 
 import importlib.metadata
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,6 +31,7 @@ from tests.gpu_attention import (
 
 H100 = Gpu("H100", 90, 132, 232448)
 A100 = Gpu("A100", 80, 108, 166912)
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _kernels(gpu=H100, head_dim=128, length=8192, heads=8, dtype=torch.bfloat16, dropout_p=0.0, stride=None):
@@ -65,7 +69,7 @@ def test_a_gradient_that_is_not_needed_is_not_computed():
 
 
 def test_without_such_a_card_the_error_says_what_is_missing():
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    if ON_HOPPER:
         pytest.skip("this is such a card")
     q = torch.zeros(1, 1, 4, 128)
     with pytest.raises(RuntimeError, match=r"compute capability 9\.0.*Triton 3\.6.*on cpu"):
@@ -95,7 +99,7 @@ def test_the_choice_can_be_compiled():
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Hopper's kernels for short problems too, whose tiles are ragged in every way."""
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not ON_HOPPER:
         pytest.skip("needs a GPU of compute capability 9.0")
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
     monkeypatch.setattr(triton_plan, "choose_backward", _two_passes)
@@ -165,6 +169,51 @@ def test_poisoned_outputs_are_written_and_two_runs_are_equal(on_hopper, monkeypa
     for x, *others in zip(*runs, strict=True):
         assert torch.isfinite(x).all()
         assert all(torch.equal(x, y) for y in others)
+
+
+@pytest.mark.gpu
+def test_a_thousand_repeats_are_equal_bit_for_bit(on_hopper):
+    q, k, v, do = draw(2, 4, 2, 1000, 1100, 128, torch.bfloat16)
+
+    def run():
+        o, lse = hopper_forward(q, k, v, True, 0.1)
+        return o, lse, *hopper_backward(do, q, k, v, o, lse, True, 0.1)
+
+    first = run()
+    assert _ran(hopper_forward_kernel)
+    assert _ran(hopper_dq_kernel)
+    for _ in range(1000):
+        assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
+
+
+_FIRST_CALL = """
+import time, torch
+from cs336_systems.attention import flash_attention
+q = torch.randn(8, 8192, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+torch.cuda.synchronize()
+start_s = time.perf_counter()
+flash_attention(q, q, q, True).sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start_s)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0 (H100, H200)")
+def test_a_first_call_compiles_within_20_s_and_a_later_process_does_not_compile(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+
+    def first_call_s():
+        command = [sys.executable, "-c", _FIRST_CALL]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return float(run.stdout), {path for path in tmp_path.rglob("*") if path.is_file()}
+
+    compiling_s, compiled = first_call_s()
+    assert compiling_s < 20
+    assert any(path.suffix == ".cubin" for path in compiled)
+    cached_s, after = first_call_s()
+    assert after == compiled
+    assert cached_s < compiling_s
 
 
 @pytest.mark.gpu
