@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,15 +52,6 @@ def has_nvidia_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def machine_memory_bytes() -> int:
-    """The memory that this machine has, or that its container may use, swap not counted."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # none, or "max"
-            limits.append(int(Path(path).read_text()))
-    return min(limits, default=2**63 - 1)
 
 
 def devices_here() -> list[str]:

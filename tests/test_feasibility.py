@@ -1,18 +1,30 @@
 """What is refused or told before any work: an attention that cannot run here, and models too large for a CPU."""
 
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cs336_systems import feasibility
+from cs336_systems.accounting.memory_plan import predict_memory
 from cs336_systems.accounting.training_memory import step_peak_bytes, training_memory
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
+from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
+from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
+from cs336_systems.benchmarking.run_leaderboard_step import run_leaderboard_step
+from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
+from cs336_systems.benchmarking.sharding_cells import ShardingCell
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import MODEL_SIZES, named_cell, named_cells
-from cs336_systems.feasibility import GIB, check_memory, memory_shortage, missing_here
-from cs336_systems.provenance import collect_provenance, machine_memory_bytes
+from cs336_systems.feasibility import GIB, check_memory, machine_memory_bytes, memory_shortage, missing_here, shortage
+from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
+from cs336_systems.training.metrics import METRICS
+from cs336_systems.training.run import check_run, run_training
+from tests.training_helpers import make_config
 
 
 @pytest.fixture
@@ -31,7 +43,7 @@ def test_what_a_cpu_lacks_is_named_with_what_runs_there():
 def test_a_model_that_takes_more_than_the_machine_has_is_told_by_formula(eight_gib):
     shortage = memory_shortage(named_cell("xl", 256))
     assert shortage.startswith(
-        "a train-step of batch 4 and context 256 takes 45.4 GiB by formula, and this machine has"
+        "a train-step of batch 4 and context 256 takes 33.6 GiB by formula, and this machine has"
     )
     assert memory_shortage(named_cell("small", 256)) == ""
     assert memory_shortage(named_cell("xl", 256, device="cuda")) == ""  # a card says so itself
@@ -41,7 +53,154 @@ def test_a_model_that_takes_more_than_the_machine_has_is_told_by_formula(eight_g
 def test_ranks_need_their_memory_each(eight_gib):
     shortage = memory_shortage(DataParallelCell(**asdict(named_cell("medium", 128)), world_size=2, bucket_size_mb=25.0))
     assert "of batch 4 and context 128 on each of 2 ranks takes" in shortage
-    assert memory_shortage(named_cell("small", 128)) == ""
+    assert "a smaller --size, --ctx or --batch-size, fewer --processes, or a GPU" in shortage
+    assert memory_shortage(named_cell("medium", 128)) == ""
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    monkeypatch.setattr(feasibility, "machine_memory_bytes", lambda: gib * GIB)
+
+
+def on_ranks(implementation: Any, world_size: int, device: str = "cpu") -> ShardingCell:
+    shape = asdict(named_cell("small", 32, batch_size=1, device=device))
+    return ShardingCell(**shape, world_size=world_size, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("gib", "refused"),
+    [(2.0, {"ddp", "sharded-optimizer", "fsdp"}), (3.0, {"ddp", "sharded-optimizer"}), (6.0, {"ddp"}), (8.0, set())],
+)
+def test_a_rank_that_holds_a_part_needs_less(monkeypatch, gib, refused):
+    # Weights, gradients and two moments are 1.917 GiB: on 4 ranks 7.7 if whole, 4.8 with moments divided, 1.9 with all.
+    limit(monkeypatch, gib)
+    assert {name for name in ("ddp", "sharded-optimizer", "fsdp") if memory_shortage(on_ranks(name, 4))} == refused
+
+
+def test_a_run_goes_on_while_one_of_its_cells_fits(monkeypatch):
+    limit(monkeypatch, 3.0)
+    check_memory([on_ranks("ddp", 4), on_ranks("fsdp", 4)])
+    with pytest.raises(ValueError, match=r"size='small': a train-step of batch 1 .* on each of 4 ranks takes 7.8 GiB"):
+        check_memory([on_ranks("ddp", 4)])
+
+
+def test_every_rank_builds_the_whole_model_before_it_is_divided(monkeypatch):
+    limit(monkeypatch, 3.8)  # 8 times 0.479 GiB of weights are 3.83, and a step takes 8 times 0.29
+    assert "on each of 8 ranks takes 3.8 GiB" in memory_shortage(on_ranks("fsdp", 8))
+    limit(monkeypatch, 3.9)
+    assert memory_shortage(on_ranks("fsdp", 8)) == ""
+
+
+def test_of_a_job_on_several_nodes_a_nodes_ranks_count(monkeypatch):
+    limit(monkeypatch, 5.0)
+    assert memory_shortage(on_ranks("fsdp", 16))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert memory_shortage(on_ranks("fsdp", 16)) == ""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "16"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    assert memory_shortage(on_ranks("fsdp", 16)) == ""
+
+
+def test_the_leaderboards_step_asks_its_plan(monkeypatch):
+    shape = asdict(named_cell("small", 32, batch_size=1))
+    cell = LeaderboardCell(**shape, world_size=2, implementation="torch", kept_blocks=12)
+    plan = predict_memory(MODEL_SIZES["small"], 32, 2, 12, precision="fp32")
+    assert cell.rank_peak_bytes() == plan.peak_bytes
+    limit(monkeypatch, 2 * plan.peak_bytes / GIB)
+    assert memory_shortage(cell) == ""
+    assert memory_shortage(replace(cell, batch_size=2))
+
+
+def test_nothing_is_refused_on_a_gpu(monkeypatch):
+    limit(monkeypatch, 0.001)
+    cells = [named_cell("xl", 512, device="cuda"), on_ranks("ddp", 8, "cuda")]
+    cells += [LeaderboardCell(**asdict(named_cell("8b", 32_768, device="cuda", precision="bf16")))]
+    assert [memory_shortage(cell) for cell in cells] == ["", "", ""]
+    check_memory(cells)
+    assert shortage("mps", "a step", 1e12) == ""
+
+
+# small with 256 tokens in its vocabulary: weights are 0.42 GiB. On 4 ranks fsdp's steps take 1.8 GiB, those with a
+# sharded optimizer 4.2 and ddp's 6.8; and rank 0 gathers 1.3 and 0.8 GiB more when it saves, beside 1.7 and 4.2.
+@pytest.mark.parametrize(
+    ("options", "needed_gib"),
+    [
+        ({}, "1.7"),
+        ({"parallel": "ddp"}, "6.8"),
+        ({"parallel": "bucketed"}, "6.8"),
+        ({"parallel": "ddp", "sharded_optimizer": True}, "5.1"),
+        ({"parallel": "fsdp"}, "3.0"),
+    ],
+)
+def test_training_is_refused_before_anything_is_written(monkeypatch, tmp_path, capsys, options, needed_gib):
+    processes = {"processes": 4} if options else {}
+    custom = dict.fromkeys(("d_model", "d_ff", "num_layers", "num_heads"))
+    config = make_config(tmp_path, **custom, **options, **processes, size="small", device="cpu")
+    for limit_gib in (float(needed_gib) - 0.06, float(needed_gib) + 0.06):
+        limit(monkeypatch, limit_gib)
+        if limit_gib > float(needed_gib):
+            assert check_run(config)[:2] == ("cpu", 4 if options else 1)
+            continue
+        with pytest.raises(SystemExit) as refused:
+            run_training("a test", config)
+        assert refused.value.code == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: --size small: ")
+        assert f"takes {needed_gib} GiB by formula, and this machine has" in message
+        assert not (tmp_path / "out" / METRICS).exists()
+
+
+class WentOn(Exception):
+    """The checks of the arguments are done."""
+
+
+def go_on(*arguments: Any, **keywords: Any) -> None:
+    raise WentOn
+
+
+ON_RANKS: dict[str, Any] = {
+    "size": "small",
+    "ctx": 32,
+    "batch_size": 1,
+    "processes": (4,),
+    "device": "cpu",
+    "warmup": 0,
+    "steps": 1,
+    "max_ctas": (0,),
+    "high_priority": ("off",),
+}
+MEASURED: dict[str, Any] = {"attention": "naive", "precision": ("fp32",), "total_batch_size": None}
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "needed_gib"),
+    [
+        (run_data_parallel_benchmark, MEASURED | {"implementation": ("naive",), "bucket_size_mb": (1.0,)}, "7.7"),
+        (run_sharding_benchmark, MEASURED | {"implementation": ("ddp",), "name": "fsdp"}, "7.8"),
+        (run_sharding_benchmark, MEASURED | {"implementation": ("sharded-optimizer",), "name": "sharded"}, "4.9"),
+        (run_sharding_benchmark, MEASURED | {"implementation": ("fsdp",), "name": "fsdp"}, "2.1"),
+        (
+            run_leaderboard_step,
+            {"implementation": ("torch",), "precision": "fp32", "memory_gib": None, "kept_blocks": ()},
+            "2.3",
+        ),
+    ],
+)
+def test_ranks_are_refused_before_one_is_started(monkeypatch, tmp_path, capsys, run, arguments, needed_gib):
+    monkeypatch.setattr(sys.modules[run.__module__], "open_results", go_on)
+    limit(monkeypatch, float(needed_gib) - 0.1)
+    given = (None,) if "total_batch_size" in arguments else ()
+    with pytest.raises(SystemExit) as refused:
+        run("a test", *given, **ON_RANKS, **arguments, out=tmp_path)
+    assert refused.value.code == 2
+    message = f"error: --size small: a train-step of batch 1 and context 32 on each of 4 ranks takes {needed_gib} GiB"
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    limit(monkeypatch, float(needed_gib) + 0.1)
+    with pytest.raises(WentOn):
+        run("a test", *given, **ON_RANKS, **arguments, out=tmp_path)
 
 
 def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, monkeypatch, capsys):
@@ -53,7 +212,7 @@ def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, m
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     check_memory(named_cells(["small", "xl"], ctx=256))  # 15 steps of 0.78 TFLOP
     told = capsys.readouterr().err
-    assert "take up to 4.0 of 8.0 GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
+    assert "take up to 2.9 of 8.0 GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
     check_memory(named_cells(["tiny"], ctx=16, compile="blocks"))
     assert capsys.readouterr().err.startswith("torch.compile makes C++ for a CPU")
 
@@ -84,5 +243,37 @@ def test_a_step_of_each_mode_takes_what_the_parts_say():
     assert step_peak_bytes(config, 4, 1024, "forward") == whole.parameters + 2 * 4 * 4 * 12 * 1024**2  # the scores
 
 
-def test_this_machine_has_memory():
-    assert 2**28 < machine_memory_bytes() < 2**63
+def write_groups(root: Path, groups: str, limits: dict[str, str]) -> Path:
+    for name, text in {"proc/self/cgroup": groups, **limits}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+V1, V2 = "memory.limit_in_bytes", "memory.max"
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/job/step", {f"job/{V2}": "5000", f"job/step/{V2}": "7000", V2: "9000"}, 5000),
+        ("0::/job/step", {f"job/{V2}": "max", f"job/step/{V2}": "7000"}, 7000),
+        ("0::/job/step", {f"job/{V2}": "5000", f"job/step/{V2}": "max", f"other/{V2}": "3"}, 5000),
+        ("0::/", {V2: "4000"}, 4000),  # in a container
+        ("0::/docker/0123", {V2: "4000"}, 4000),  # the same, with the host's name for the group
+        ("0::/../../job", {V2: "4000"}, 4000),
+        ("4:cpu,memory:/job/step\n0::/", {f"memory/job/{V1}": "5000", f"memory/job/step/{V1}": "7000"}, 5000),
+        ("4:memory:/job\n0::/x", {f"unified/x/{V2}": "6000", f"memory/{V1}": "9223372036854771712"}, 6000),
+        ("4:memory:/docker/0123", {f"memory/{V1}": "4000"}, 4000),
+        ("4:cpu:/job\n5:memory:/", {f"memory/job/{V1}": "5000", f"memory/{V1}": "8000"}, 8000),
+    ],
+)
+def test_a_control_group_has_what_those_above_it_leave(tmp_path, groups, limits, expected):
+    root = write_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
+    assert machine_memory_bytes(root) == expected
+
+
+def test_without_limits_there_is_the_machines_memory(tmp_path):
+    whole = machine_memory_bytes(tmp_path)
+    assert machine_memory_bytes(write_groups(tmp_path, "0::/a", {"sys/fs/cgroup/a/memory.max": "max"})) == whole
+    assert 2**28 < machine_memory_bytes() <= whole < 2**63

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cs336_systems.accounting.memory_plan import predict_memory
 from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, nccl_label
 from cs336_systems.configs import check
 
@@ -38,6 +39,11 @@ class LeaderboardCell(RankCell):
             self.kept_blocks,
             f"must be between 0 and {self.num_layers}, the model's blocks",
         )
+
+    def rank_peak_bytes(self) -> int:
+        """The most that a rank holds in a step, by the plan's formula; `torch`, for which there is none, holds more."""
+        shape = self.model_config(), self.batch_size * self.ctx, self.world_size
+        return predict_memory(*shape, self.kept_blocks, precision=self.precision).peak_bytes
 
 
 @dataclass(frozen=True)

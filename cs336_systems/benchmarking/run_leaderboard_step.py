@@ -33,6 +33,7 @@ from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launcher
+from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
 from cs336_systems.workload import why_kernels_not
 
@@ -122,6 +123,7 @@ def run_leaderboard_step(
             for world_size, plan in plans
             for name, setting in product(implementation, settings)
         ]
+        check_memory(cells)
         results = open_results(out, "leaderboard_step", LeaderboardRow, command, device, resume)
         check_same_workload(results, cells, VARIED)
     if results is not None:

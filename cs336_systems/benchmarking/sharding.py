@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
-from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.benchmarking.rank_timing import of_all_ranks, time_phases, time_whole_steps
-from cs336_systems.benchmarking.sharding_cells import DIVIDES, IN_BUCKETS, MOMENTS, ShardingCell
+from cs336_systems.benchmarking.sharding_cells import DIVIDES, MOMENTS, ShardingCell
 from cs336_systems.configs import CELL_PARAMETERS, BenchmarkCell
 
 
@@ -121,7 +120,7 @@ def measure_sharding(
     return {
         **times,
         "optimizer_ms": phases_ms["optimizer"],
-        "predicted_peak_gib": _formula(cell).peak / 2**30,
+        "predicted_peak_gib": cell.rank_memory().peak / 2**30,
         "intervals": None,
         **profiled,
         "memory": [row for of_rank in of_all_ranks(memory.rows) for row in of_rank],
@@ -133,7 +132,7 @@ class MemoryLog:
 
     def __init__(self, context: Any, cell: ShardingCell) -> None:
         self._context = context
-        self._formula = _formula(cell)
+        self._formula = cell.rank_memory()
         self.rows: list[dict[str, Any]] = []
 
     def note(self, step: ShardingStep, moment: str) -> None:
@@ -184,16 +183,3 @@ def _tensors(values: Any) -> list[Any]:
     if isinstance(values, torch.Tensor):
         return [values]
     return [tensor for value in values.values() for tensor in _tensors(value)] if hasattr(values, "values") else []
-
-
-def _formula(cell: ShardingCell) -> Any:
-    return training_memory(
-        cell.model_config(),
-        cell.batch_size,
-        cell.ctx,
-        cell.precision,
-        cell.attention,
-        sharding=DIVIDES[cell.implementation],
-        num_devices=cell.world_size,
-        keeps_gradients=cell.implementation in IN_BUCKETS,
-    )

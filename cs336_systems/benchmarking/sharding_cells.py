@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from cs336_systems.accounting.training_memory import Sharding
+from cs336_systems.accounting.training_memory import Sharding, TrainingMemory, training_memory
 from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_train_step, nccl_label
 from cs336_systems.configs import check
 
@@ -48,6 +48,24 @@ class ShardingCell(RankCell):
             self.compile,
             f"must be off for {self.implementation}, whose hooks torch.compile must not span",
         )
+
+    def rank_memory(self) -> TrainingMemory:
+        """A rank's memory by formula."""
+        return training_memory(
+            self.model_config(),
+            self.batch_size,
+            self.ctx,
+            self.precision,
+            self.attention,
+            self.checkpoint_every or None,
+            sharding=DIVIDES[self.implementation],
+            num_devices=self.world_size,
+            keeps_gradients=self.implementation in IN_BUCKETS,
+        )
+
+    def rank_peak_bytes(self) -> int:
+        """The most that a rank holds in a step, by formula."""
+        return self.rank_memory().peak
 
 
 @dataclass(frozen=True)

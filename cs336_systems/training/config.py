@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cs336_systems.accounting.flops import num_parameters
+from cs336_systems.accounting.memory import FLOAT32_BYTES
+from cs336_systems.accounting.training_memory import TrainingMemory, training_memory
 from cs336_systems.configs import (
     MODEL_SIZES,
     SIZE_NAMES,
@@ -229,6 +232,25 @@ class TrainConfig(TrainArguments):
         if vocab_size is None:
             vocab_size = BYTE_VOCABULARY if self.is_text else ID_VOCABULARY
         return ModelConfig(**shape, vocab_size=vocab_size, context_length=self.ctx)
+
+    def rank_memory(self, world_size: int) -> TrainingMemory:
+        """By formula, of one of `world_size` ranks in a step."""
+        return training_memory(
+            self.model_config(),
+            self.batch_size // (world_size * self.accumulation_steps),
+            self.ctx,
+            self.precision,
+            self.attention if self.compile == "off" else "sdpa",  # compiled code keeps fewer tensors
+            sharding="fsdp" if self.parallel == "fsdp" else "optimizer" if self.sharded_optimizer else "none",
+            num_devices=world_size,
+            keeps_gradients=self.parallel == "bucketed" or self.accumulation_steps > 1,
+        )
+
+    def gathered_bytes(self) -> int:
+        """Of what rank 0 gathers for a checkpoint beside its own parts, float32: AdamW's two moments where they are
+        divided, and the weights where these are."""
+        n_tensors = 3 if self.parallel == "fsdp" else 2 if self.sharded_optimizer else 0
+        return n_tensors * FLOAT32_BYTES * num_parameters(self.model_config())
 
     def check_world_size(self, world_size: int) -> None:
         """Raises ValueError unless the batch divides into the ranks' micro-batches."""

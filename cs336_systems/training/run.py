@@ -12,6 +12,7 @@ from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
+from cs336_systems.feasibility import ranks_bytes, ranks_here, shortage
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
 from cs336_systems.records import check_writable, lock_folder
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
@@ -98,6 +99,7 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
     check(missing is None, "attention", config.attention, str(missing))
     missing = why_kernels_not(config.kernels, device)
     check(missing is None, "kernels", config.kernels, str(missing))
+    _check_memory(config, device, world_size)
     check_writable(config.out)
     vocab_size = config.model_config().vocab_size
     tokens = prepare_tokens(config.data, config.token_dtype, vocab_size, config.ctx, config.validation_share)
@@ -140,6 +142,17 @@ def _world_size(config: TrainConfig, device: str) -> int:
         f"must be at most {n_gpus}, this machine's GPUs, one a process",
     )
     return world_size
+
+
+def _check_memory(config: TrainConfig, device: str, world_size: int) -> None:
+    """Raises ValueError where a step, or the checkpoint at the end, takes more memory than this machine has."""
+    n_ranks, memory = ranks_here(world_size), config.rank_memory(world_size)
+    step = ranks_bytes(config.model_config(), memory.peak, n_ranks)
+    lasting = n_ranks * (memory.parameters + memory.gradients + memory.optimizer_state)
+    saving = lasting + config.gathered_bytes() if n_ranks == world_size else 0  # of several nodes, one has rank 0
+    what = f"a train-step of batch {config.batch_size // world_size} and context {config.ctx}"
+    problem = shortage(device, what if step >= saving else f"saving after {what}", max(step, saving), n_ranks)
+    check(not problem, "size", config.size, problem)
 
 
 def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile) -> None:
