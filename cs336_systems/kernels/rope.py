@@ -11,6 +11,8 @@ A rotation's inverse is its transpose: backward turns by the same angles the oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -86,11 +88,13 @@ def _rope_kernel(
             tl.store(y_row + HALF + pairs[None, :], (first * sin + second * cos).to(dtype), mask=half_mask)
 
 
-def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, is_backward: bool) -> Tensor:
-    """x (batch, heads, seq, head_dim) turned, or turned back; cos, sin contiguous, positions (batch, seq)."""
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, y_strides: Sequence[int]) -> Tensor:
+    """x (batch, heads, seq, head_dim) turned; with y_strides turned back, into a tensor of these strides. cos, sin
+    contiguous, positions (batch, seq)."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    y = torch.empty_like(x)
+    is_backward = len(y_strides) > 0
+    y = x.new_empty_strided(x.shape, y_strides) if is_backward else torch.empty_like(x)
     batch, heads, seq, head_dim = x.shape
     block_d = triton.next_power_of_2(head_dim)
     block_seq = max(1, min(triton.next_power_of_2(seq), _TILE // block_d))
@@ -104,7 +108,9 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, is_back
     return y
 
 
-def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, is_backward: bool) -> Tensor:
+def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, y_strides: Sequence[int]) -> Tensor:
+    if y_strides:
+        return x.new_empty_strided(x.shape, y_strides)
     return torch.empty_like(x if x.stride(-1) == 1 else x.contiguous())
 
 
@@ -118,12 +124,15 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, positions):
         ctx.save_for_backward(cos, sin, positions)
-        return _turn(x, cos, sin, positions, False)
+        y = _turn(x, cos, sin, positions, ())
+        # Attention may give its gradient head by head. Laid out like x, that of the projection needs no copy.
+        ctx.strides = y.stride()
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _turn(dy, *ctx.saved_tensors, True), None, None, None
+        return _turn(dy, *ctx.saved_tensors, ctx.strides), None, None, None
 
 
 def rope(
