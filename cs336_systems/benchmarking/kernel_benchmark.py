@@ -187,10 +187,9 @@ def kernel_cells(
         shape = named_shape(name)
         shape["num_layers"] = min(shape["num_layers"], adamw_layers)
         shape["tokens"] = max(4096, MODEL_SIZES[name].context_length) if tokens is None else tokens
+        shape["device"] = device
         cells += [
-            KernelCell(
-                kernel=what, implementation=how, precision=dtype, phase=phase, device=device, **shape, **settings
-            )  # ty: ignore[invalid-argument-type]
+            KernelCell(kernel=what, implementation=how, precision=dtype, phase=phase, **shape, **settings)  # ty: ignore[invalid-argument-type]
             for phase in phases_of(what)
         ]
     return cells
