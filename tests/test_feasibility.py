@@ -13,10 +13,11 @@ from cs336_systems.accounting.training_memory import step_peak_bytes, training_m
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
+from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
 from cs336_systems.benchmarking.run_leaderboard_step import run_leaderboard_step
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
-from cs336_systems.benchmarking.sharding_cells import ShardingCell
+from cs336_systems.benchmarking.sharding_cells import ShardingCell, ShardingRow
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import MODEL_SIZES, named_cell, named_cells
 from cs336_systems.feasibility import GIB, check_memory, machine_memory_bytes, memory_shortage, missing_here, shortage
@@ -172,6 +173,7 @@ ON_RANKS: dict[str, Any] = {
     "high_priority": ("off",),
 }
 MEASURED: dict[str, Any] = {"attention": "naive", "precision": ("fp32",), "total_batch_size": None}
+STEP: dict[str, Any] = {"implementation": ("torch",), "precision": "fp32", "memory_gib": None, "kept_blocks": ()}
 
 
 @pytest.mark.parametrize(
@@ -181,11 +183,7 @@ MEASURED: dict[str, Any] = {"attention": "naive", "precision": ("fp32",), "total
         (run_sharding_benchmark, MEASURED | {"implementation": ("ddp",), "name": "fsdp"}, "7.8"),
         (run_sharding_benchmark, MEASURED | {"implementation": ("sharded-optimizer",), "name": "sharded"}, "4.9"),
         (run_sharding_benchmark, MEASURED | {"implementation": ("fsdp",), "name": "fsdp"}, "2.1"),
-        (
-            run_leaderboard_step,
-            {"implementation": ("torch",), "precision": "fp32", "memory_gib": None, "kept_blocks": ()},
-            "2.3",
-        ),
+        (run_leaderboard_step, STEP, "2.3"),
     ],
 )
 def test_ranks_are_refused_before_one_is_started(monkeypatch, tmp_path, capsys, run, arguments, needed_gib):
@@ -201,6 +199,40 @@ def test_ranks_are_refused_before_one_is_started(monkeypatch, tmp_path, capsys, 
     limit(monkeypatch, float(needed_gib) + 0.1)
     with pytest.raises(WentOn):
         run("a test", *given, **ON_RANKS, **arguments, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments"),
+    [
+        (run_data_parallel_benchmark, MEASURED | {"implementation": ("naive",), "bucket_size_mb": (1.0,)}),
+        (run_sharding_benchmark, MEASURED | {"implementation": ("ddp",), "name": "ddp"}),
+        (run_leaderboard_step, STEP),
+    ],
+)
+def test_of_the_numbers_of_ranks_those_that_fit_are_measured(monkeypatch, tmp_path, run, arguments):
+    module = sys.modules[run.__module__]
+    monkeypatch.setattr(module, "open_results", lambda *arguments: None)
+    if run is run_data_parallel_benchmark:
+        monkeypatch.setattr(module, "open_all_reduce", lambda *arguments: (None, None))
+    measured = []
+    monkeypatch.setattr(module, "run_rank_sweep", lambda cells, *arguments, **keywords: measured.append(cells))
+    limit(monkeypatch, 5.0)
+    given = (None,) if "total_batch_size" in arguments else ()
+    run("a test", *given, **ON_RANKS | {"processes": (16, 2)}, **arguments, out=tmp_path)
+    assert {cell.world_size for cell in measured[-1]} == {2}
+
+
+def test_cells_on_ranks_that_cannot_fit_are_rows_and_are_not_measured(monkeypatch, tmp_path):
+    limit(monkeypatch, 3.0)
+    whole, divided = on_ranks("ddp", 4), on_ranks("fsdp", 4)
+    results = ResultsFile(tmp_path, "rows", ShardingRow, collect_provenance("a test", "cpu"))
+    assert cells_that_fit([whole, divided], results) == [divided]
+    (row,) = results.rows
+    assert (row.implementation, row.status, row.step_median_ms) == ("ddp", "oom", None)
+    assert "on each of 4 ranks takes 7.8 GiB by formula" in row.reason
+    assert cells_that_fit([whole, divided], results) == [divided]  # resumed
+    assert results.rows == [row]
+    assert cells_that_fit([whole, divided], None) == [divided]  # on rank 1
 
 
 def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, monkeypatch, capsys):

@@ -21,6 +21,7 @@ from cs336_systems.benchmarking.rank_files import (
     check_timeout,
     ranks_into_files,
 )
+from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.rank_sweep import (
     model_on_ranks,
     nccl_settings,
@@ -134,7 +135,9 @@ def run_leaderboard_step(
 
     ranks_into_files(
         results,
-        lambda: run_rank_sweep(cells, measure_leaderboard_step, results, cell_label, timeout_s=timeout_s),
+        lambda: run_rank_sweep(
+            cells_that_fit(cells, results), measure_leaderboard_step, results, cell_label, timeout_s=timeout_s
+        ),
         write_files,
     )
     return results.rows if results is not None else []

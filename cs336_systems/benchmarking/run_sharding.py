@@ -17,6 +17,7 @@ from cs336_systems.benchmarking.rank_files import (
     check_timeout,
     ranks_into_files,
 )
+from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
     model_on_ranks,
@@ -149,6 +150,8 @@ def run_sharding_benchmark(
 
     measure = partial(measure_sharding, profile_step=profile_step)
     ranks_into_files(
-        results, lambda: run_rank_sweep(cells, measure, results, cell_label, complete, timeout_s), write_files
+        results,
+        lambda: run_rank_sweep(cells_that_fit(cells, results), measure, results, cell_label, complete, timeout_s),
+        write_files,
     )
     return results.rows if results is not None else []
