@@ -15,18 +15,20 @@ from torch import nn
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import RankContext
 from tests.adapters import fsdp_gather_full_params
-from tests.fsdp_helpers import assert_same, average_by_hand, build, loss_on, transformer, wrap
+from tests.fsdp_helpers import assert_same, average_by_hand, build, loss_on, resident, transformer, wrap
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise RuntimeError("backward failed")
+
+
+def fail_in_backward(layer: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    """A forward hook."""
+    output.register_hook(fail)
 
 
 def dropped_steps(context: RankContext) -> None:
     """A backward that raised, or a step that nobody took, leaves nothing for the next one once gradients are zeroed."""
-
-    def fail(gradient: torch.Tensor) -> None:
-        raise RuntimeError("backward failed")
-
-    def fail_in_backward(layer: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        output.register_hook(fail)
-
     plain, model = build(transformer, 0), wrap(transformer, context)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, fails in enumerate((False, True, False, False)):
@@ -59,6 +61,34 @@ def moved_shards(context: RankContext) -> None:
             parameter.data = parameter.data * 2
         plain = build(lambda: nn.Linear(4, 6), 0)
         assert torch.equal(model.module[0](x), plain(x) * 2)
+
+
+def called_by_itself(context: RankContext) -> None:
+    """A layer called by itself computes with the shards as they are, whatever an earlier pass has left gathered."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    for before, order in (("no backward", (2, 1, 0)), ("no gradients", (0, 1, 2)), ("failed backward", (2, 1, 0))):
+        model = wrap(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), context)
+        for _ in range(2):  # the first learns the order
+            with torch.no_grad():
+                model(x)
+                model.module[0](x)  # has no place in it
+            model(x).sum().backward()
+            model.finish_gradient_synchronization()
+        if before == "failed backward":
+            hook = model.module[1].register_forward_hook(fail_in_backward)
+            with pytest.raises(RuntimeError, match="backward failed"):
+                model(x).sum().backward()
+            hook.remove()
+        else:
+            with torch.no_grad() if before == "no gradients" else nullcontext():
+                model(x)
+        for parameter in model.parameters():
+            parameter.data.mul_(2)  # of which not even the version counter tells
+        full = model.gather_full_params()
+        for i in order:
+            expected = nn.functional.linear(x, full[f"{i}.weight"], full[f"{i}.bias"])
+            assert torch.equal(model.module[i](x), expected), (before, i)
+        assert resident(model) == []
 
 
 def fast_path(context: RankContext) -> None:

@@ -84,6 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         broadcast_module(module, group)
         self._manager = WeightManager(group)
         module.register_forward_pre_hook(self._before_module, with_kwargs=True)
+        module.register_forward_hook(self._after_module, always_call=True)
         by_parameter: dict[nn.Parameter, ShardedWeight] = {}
         for name, layer in layers:
             parameter = layer.weight
@@ -122,6 +123,9 @@ class FullyShardedDataParallel(nn.Module):
             weight.check_unchanged(layer._parameters.get("weight"))
         self._manager.begin_forward()
         return self._cast(args), self._cast(kwargs)
+
+    def _after_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._manager.end_forward()
 
     def _cast(self, values: Any) -> Any:
         if self.compute_dtype is None or not values:

@@ -61,6 +61,7 @@ class WeightManager:
         self._order = UseOrder()
         self._ahead: list[ShardedWeight] = []
         self._resident: list[ShardedWeight] = []
+        self._in_forward = False  # of the whole module
         self._ready: list[tuple[ShardedWeight, Tensor]] = []  # gradients that wait for company
         self._pending: PendingGradients | None = None
         self._backward_uses: dict[int, dict[Use, None]] = {}  # by the backward pass that holds them, in order
@@ -72,6 +73,11 @@ class WeightManager:
             self._forget_failed_passes()
         self.free_ahead()
         self._order.begin(torch.is_grad_enabled())
+        self._in_forward = True
+
+    def end_forward(self) -> None:
+        """The forward pass has ended, or has failed."""
+        self._in_forward = False
 
     def is_first_use(self, weight: ShardedWeight) -> bool:
         """Whether this is the first use, with gradients, since the weight's gradient was last complete."""
@@ -80,9 +86,18 @@ class WeightManager:
         return is_first
 
     def acquire(self, weight: ShardedWeight) -> None:
-        """Make the weight available from now until `release`; begin to gather the next ones."""
+        """Make the weight available from now until `release`; begin to gather the next ones.
+
+        A layer that is called by itself, outside the module's forward and backward, gathers its weight anew and has no
+        place in the order: since the last pass the shards may have changed.
+        """
+        expected: list[ShardedWeight] = []
+        if self._in_forward or torch._C._current_graph_task_id() != -1:
+            expected, self._ahead = self._ahead, self._order.record(weight)
+        else:
+            self._forget_failed_passes()
+            self.free_ahead()
         weight.n_users += 1
-        expected, self._ahead = self._ahead, self._order.record(weight)
         if expected and expected[0] is not weight:
             self._free_unused()
         if not weight.is_resident:
