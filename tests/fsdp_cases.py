@@ -84,11 +84,12 @@ def called_by_itself(context: RankContext) -> None:
                 model(x)
         for parameter in model.parameters():
             parameter.data.mul_(2)  # of which not even the version counter tells
-        full = model.gather_full_params()
+        full, recorded = model.gather_full_params(), len(model._manager._order._current)
         for i in order:
             expected = nn.functional.linear(x, full[f"{i}.weight"], full[f"{i}.bias"])
             assert torch.equal(model.module[i](x), expected), (before, i)
         assert resident(model) == []
+        assert len(model._manager._order._current) == recorded
 
 
 def fast_path(context: RankContext) -> None:

@@ -254,7 +254,8 @@ def test_memory_and_communication() -> None:
     run_gloo(all_cases, world_size=2)
 
 
-def test_use_order() -> None:
+def test_use_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp_schedule, "MAX_RECORDED", 5)
     a, b, c = (object() for _ in range(3))
     order: Any = UseOrder()
     order.begin(True)
@@ -267,3 +268,9 @@ def test_use_order() -> None:
     assert [order.record(use) for use in (a, c, b)] == [[b, c], [], []]  # another order: nothing is predicted
     order.begin(True)
     assert order.record(a) == [c, b]
+    order.begin(True)
+    for _ in range(2):  # a step that never ends is remembered in part
+        assert [order.record(use) for use in (a, b, c, b, a, b)] == [[]] * 6
+    assert len(order._current) == 5
+    order.begin(True)
+    assert [order.record(use) for use in (a, b, c, b, a, b)] == [[b, c], [c, b], [b, a], [a], [], []]

@@ -20,6 +20,9 @@ N_AHEAD = 2
 ALONE_BYTES = 8 * 2**20
 # Gradients in a reduce-scatter. As many whole ones are on their way, and one less waits for company.
 REDUCED_TOGETHER = 2
+# Uses that are recorded of a step, which ends when the next begins: where none does, e.g. because layers are trained
+# one by one or a graph is run backward again and again, the record must not grow for ever.
+MAX_RECORDED = 2**16
 
 
 class UseOrder:
@@ -46,7 +49,8 @@ class UseOrder:
     def record(self, weight: ShardedWeight) -> list[ShardedWeight]:
         """Note that `weight` is used now; returns the next uses, at most N_AHEAD."""
         position = len(self._current)
-        self._current.append(weight)
+        if position < MAX_RECORDED:
+            self._current.append(weight)
         if position < len(self._expected) and self._expected[position] is weight:
             return self._expected[position + 1 : position + 1 + N_AHEAD]
         self._expected = []
