@@ -92,6 +92,23 @@ def called_by_itself(context: RankContext) -> None:
         assert len(model._manager._order._current) == recorded
 
 
+def leaf_into_frozen(context: RankContext) -> None:
+    """A leaf that is trained before frozen layers gets its gradient, and keeps no hook from one step to the next."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).requires_grad_(False)
+
+    model, plain = wrap(make, context), build(make, 0)
+    prompt = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (expected,) = torch.autograd.grad(plain(prompt).sum(), prompt)
+    for step in range(3):
+        prompt.grad = None
+        (model(prompt) if step else model.module[2](torch.tanh(model.module[0](input=prompt)))).sum().backward()
+        assert torch.equal(prompt.grad, expected)
+        assert resident(model) == []
+        assert not prompt._backward_hooks
+
+
 def fast_path(context: RankContext) -> None:
     """nn.TransformerEncoderLayer in evaluation, which reads its layers' weights itself where it can."""
 

@@ -15,7 +15,7 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import RankContext
 from tests.adapters import fsdp_gather_full_params, fsdp_on_after_backward
 from tests.distributed_helpers import run_gloo
-from tests.fsdp_cases import called_by_itself, dropped_steps, fast_path, freed, misuse, moved_shards
+from tests.fsdp_cases import called_by_itself, dropped_steps, fast_path, freed, leaf_into_frozen, misuse, moved_shards
 from tests.fsdp_helpers import (
     Checkpointed,
     Mixed,
@@ -288,6 +288,7 @@ def all_cases(context: RankContext) -> None:
     dropped_steps(context)
     moved_shards(context)
     called_by_itself(context)
+    leaf_into_frozen(context)
     fast_path(context)
     freed(context)
     misuse(context)

@@ -222,7 +222,10 @@ class _GatheredForward:
         manager.acquire(weight)
         try:
             use = Use(manager, weight)
-            layer.__dict__["weight"] = use.weight_for_forward((*args, *kwargs.values()))
+            layer.__dict__["weight"] = use.weight_for_forward()
+            if not weight.shard.requires_grad:
+                args = tuple(use.input_for_forward(value) for value in args)
+                kwargs = {name: use.input_for_forward(value) for name, value in kwargs.items()}
             output = self._forward(*args, **kwargs)
         finally:  # also when forward raises, as it does where activation checkpointing has computed all it needs
             layer.__dict__.pop("weight", None)

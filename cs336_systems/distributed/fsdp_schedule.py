@@ -6,7 +6,7 @@ computes again. So the order is recorded, not derived from the model, and follow
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -242,21 +242,24 @@ class Use:
         self._manager = manager
         self.weight = weight
 
-    def weight_for_forward(self, inputs: Iterable[object]) -> Tensor:
-        """The whole weight to compute with, once `inputs` are there; what ends the use in backward is arranged."""
+    def weight_for_forward(self) -> Tensor:
+        """The whole weight to compute with; unless it is frozen, what ends the use in backward is arranged."""
         full, requires_grad = self.weight.full, self.weight.shard.requires_grad
         if full.requires_grad != requires_grad:
             full.requires_grad_(requires_grad)
-        if not torch.is_grad_enabled():
-            return full
-        if not requires_grad:
-            for value in inputs:
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(self.end_backward)
-        elif not self._manager.is_first_use(self.weight):
+        if requires_grad and torch.is_grad_enabled() and not self._manager.is_first_use(self.weight):
             full = full.view_as(full)
             full.register_hook(self.end_backward)
         return full
+
+    def input_for_forward(self, value: Any) -> Any:
+        """An input to compute with, of a layer whose weight is frozen: its gradient ends the use in backward."""
+        if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
+            return value
+        if value.is_leaf:  # it outlives the step, and so would each step's hook
+            value = value.view_as(value)
+        value.register_hook(self.end_backward)
+        return value
 
     def begin_backward(self, gradient: object) -> None:
         self._manager.acquire_for_backward(self)
