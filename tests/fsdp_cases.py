@@ -152,8 +152,13 @@ def misuse(context: RankContext) -> None:
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"the layer of '0\.weight' is sharded .* neither copied nor pickled"):
             copying(model.module[0])
-    with pytest.raises(ValueError, match=r"compute_dtype=torch\.int64"):
-        FSDP(nn.Linear(2, 2), compute_dtype=torch.int64)
+    for dtype in (torch.int64, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match=rf"compute_dtype={dtype}: must be one of \(torch\.float16"):
+            FSDP(nn.Linear(2, 2), compute_dtype=dtype)
+        module = nn.Sequential(nn.Linear(2, 2))
+        module[0].weight = nn.Parameter(torch.zeros(2, 2).to(dtype), requires_grad=dtype.is_floating_point)
+        with pytest.raises(ValueError, match=rf"parameter '0\.weight' is {dtype}; to be sharded it must be one of"):
+            FSDP(module)
     with pytest.raises(ValueError, match="FullyShardedDataParallel already"):
         FSDP(nn.Sequential(FSDP(nn.Linear(2, 2))))
     for option in ({"sparse": True}, {"max_norm": 1.0}):

@@ -27,6 +27,7 @@ _LINEAR = (cs336_basics.model.Linear, nn.Linear)
 _EMBEDDING = (cs336_basics.model.Embedding, nn.Embedding)
 # They take inputs of any dtype beside a float32 weight, and compute in float32.
 _KEEP_DTYPE = (cs336_basics.model.RMSNorm,)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that layers compute, and all backends add up
 _MARK = "_is_shard"  # an attribute of parameters that have been cut down to a rank's rows
 
 
@@ -62,15 +63,16 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             RuntimeError: there is no process group.
-            ValueError: `compute_dtype` is no floating dtype, the module has been wrapped already, an embedding cannot
-                be sharded (sparse gradients, max_norm), a weight is tied to a layer that would not gather it, or the
-                ranks' modules differ (on all ranks).
+            ValueError: `compute_dtype`, or the dtype of a weight to be sharded, is not float16, bfloat16, float32 or
+                float64; the module has been wrapped already; an embedding cannot be sharded (sparse gradients,
+                max_norm); a weight is tied to a layer that would not gather it; or the ranks' modules differ (on all
+                ranks).
         """
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError("no process group: make one first, e.g. with cs336_systems.distributed.process_group")
-        if compute_dtype is not None and not compute_dtype.is_floating_point:
-            raise ValueError(f"compute_dtype={compute_dtype}: must be a floating dtype, e.g. torch.bfloat16")
+        if compute_dtype not in (None, *_DTYPES):
+            raise ValueError(f"compute_dtype={compute_dtype}: must be one of {_DTYPES}, or None")
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
             raise ValueError("module: it is, or holds, a FullyShardedDataParallel already; wrap the whole model once")
         group = process_group or dist.group.WORLD
@@ -263,9 +265,14 @@ def _check_can_be_sharded(module: nn.Module, sharded: list[nn.Module]) -> None:
 
 
 def _is_sharded(name: str, layer: nn.Module) -> bool:
-    """Whether a layer's weight is to be sharded; raises ValueError for an embedding that cannot be."""
+    """Whether a layer's weight is to be sharded; raises ValueError for one that cannot be."""
     if type(layer) not in (*_LINEAR, *_EMBEDDING) or "weight" not in layer._parameters:
         return False
+    if layer.weight.dtype not in _DTYPES:
+        full_name = f"{name}.weight".lstrip(".")
+        raise ValueError(
+            f"module: its parameter {full_name!r} is {layer.weight.dtype}; to be sharded it must be one of {_DTYPES}"
+        )
     if getattr(layer, "sparse", False) or getattr(layer, "max_norm", None) is not None:
         raise ValueError(
             f"module: embedding {name!r} has sparse={layer.sparse}, max_norm={layer.max_norm}; a sharded one must have "

@@ -48,7 +48,7 @@ class ShardedWeight:
         parameter.grad = None
         parameter.data = self.rows_of(whole).clone(memory_format=torch.contiguous_format)
         self._built_as = parameter.dtype, parameter.device
-        dtype = compute_dtype if compute_dtype is not None and parameter.is_floating_point() else parameter.dtype
+        dtype = compute_dtype or parameter.dtype
         # Collectives write it. `full` shares its memory but not its version counter, by which autograd would notice the
         # writing and refuse its saved views.
         self.gathered = torch.empty(self._padded_shape(), dtype=dtype, device=parameter.device)
