@@ -96,10 +96,12 @@ def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1) -> s
     present = machine_memory_bytes()
     if device != "cpu" or needed_bytes <= present:
         return ""
-    on_ranks, fewer = (f" on each of {n_ranks} ranks", ", fewer --processes") if n_ranks > 1 else ("", "")
+    gib, fewer = f"takes {needed_bytes / GIB:.1f} GiB", ""
+    if n_ranks > 1:
+        gib, fewer = f"on each of {n_ranks} ranks {gib} in all", ", fewer --processes"
     return (
-        f"{what}{on_ranks} takes {needed_bytes / GIB:.1f} GiB by formula, and this machine has {present / GIB:.1f}; "
-        f"take a smaller --size, --ctx or --batch-size{fewer}, or a GPU"
+        f"{what} {gib} by formula, and this machine has {present / GIB:.1f}; take a smaller --size, --ctx or "
+        f"--batch-size{fewer}, or a GPU"
     )
 
 

@@ -149,7 +149,7 @@ def test_training_is_refused_before_anything_is_written(monkeypatch, tmp_path, c
         assert refused.value.code == 2
         message = capsys.readouterr().err
         assert message.startswith("error: --size small: ")
-        assert f"takes {needed_gib} GiB by formula, and this machine has" in message
+        assert f"takes {needed_gib} GiB {'in all ' if options else ''}by formula, and this machine has" in message
         assert not (tmp_path / "out" / METRICS).exists()
 
 
@@ -229,7 +229,7 @@ def test_cells_on_ranks_that_cannot_fit_are_rows_and_are_not_measured(monkeypatc
     assert cells_that_fit([whole, divided], results) == [divided]
     (row,) = results.rows
     assert (row.implementation, row.status, row.step_median_ms) == ("ddp", "oom", None)
-    assert "on each of 4 ranks takes 7.8 GiB by formula" in row.reason
+    assert "on each of 4 ranks takes 7.8 GiB in all by formula" in row.reason
     assert cells_that_fit([whole, divided], results) == [divided]  # resumed
     assert results.rows == [row]
     assert cells_that_fit([whole, divided], None) == [divided]  # on rank 1
