@@ -50,6 +50,17 @@ class ScriptProcess:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        """SIGKILL, at a moment in which a process that it started runs: in the middle of its next request it would take
+        the tests' fork server with it."""
+        while True:
+            self.send_signal(signal.SIGSTOP)
+            if [pid for pid in forked_processes() if pid != self.pid]:
+                break
+            self.send_signal(signal.SIGCONT)
+            time.sleep(0.01)
+        self.send_signal(signal.SIGKILL)
+
     def wait(self) -> int:
         """Its exit status, or the negative number of the signal that ended it."""
         self.process.join(END_S)

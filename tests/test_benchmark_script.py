@@ -91,7 +91,10 @@ def test_a_signal_leaves_the_rows_so_far_and_no_process(tmp_path, number, status
     out = tmp_path / "out"
     run = ScriptProcess(tmp_path, "benchmark", *arguments, "--ctx", *range(8, 40))
     wait_until((out / "benchmark.json").exists)
-    run.send_signal(number)
+    if number == signal.SIGKILL:
+        run.kill()
+    else:
+        run.send_signal(number)
     assert run.wait() == status
     wait_until(lambda: not forked_processes(), "the end of the measuring process")
     rows = read_results(out / "benchmark.json", BenchmarkRow)[1]
