@@ -7,10 +7,12 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import RankContext
@@ -107,6 +109,53 @@ def leaf_into_frozen(context: RankContext) -> None:
         assert torch.equal(prompt.grad, expected)
         assert resident(model) == []
         assert not prompt._backward_hooks
+
+
+class CheckpointedMethod(nn.Module):
+    """A method that reads its layer's own parameters, and which is no forward, is computed again in backward."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.matrix, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.use_reentrant = use_reentrant
+
+    def method(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.relu(x)) @ self.matrix) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return (
+            self.method(x)
+            if self.use_reentrant is None
+            else checkpoint(self.method, x, use_reentrant=self.use_reentrant)
+        )
+
+
+def casts_of_parameters(context: RankContext) -> None:
+    """With compute_dtype whatever reads a replicated parameter during a pass finds it cast, and afterwards itself."""
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for use_reentrant in (None, False, True):
+        model = wrap(partial(CheckpointedMethod, use_reentrant), context, compute_dtype=torch.bfloat16)
+        model(x).float().square().mean().backward()
+        model.finish_gradient_synchronization()
+        assert type(model.module).__name__ == "CheckpointedMethod"
+        assert all(getattr(model.module, name) is model.module._parameters[name] for name in ("matrix", "scale"))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(gradients[0], gradients[-1], strict=True))
+    del model.module.scale
+    assert not hasattr(model.module, "scale")
+
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)  # reads its out_proj's parameters
+
+    plain, model = build(make, 0), wrap(make, context, compute_dtype=torch.bfloat16)
+    torch.testing.assert_close(model(x[None]).float(), plain(x[None]), rtol=0, atol=0.05)
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None
 
 
 def fast_path(context: RankContext) -> None:

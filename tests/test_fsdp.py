@@ -15,7 +15,16 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.process_group import RankContext
 from tests.adapters import fsdp_gather_full_params, fsdp_on_after_backward
 from tests.distributed_helpers import run_gloo
-from tests.fsdp_cases import called_by_itself, dropped_steps, fast_path, freed, leaf_into_frozen, misuse, moved_shards
+from tests.fsdp_cases import (
+    called_by_itself,
+    casts_of_parameters,
+    dropped_steps,
+    fast_path,
+    freed,
+    leaf_into_frozen,
+    misuse,
+    moved_shards,
+)
 from tests.fsdp_helpers import (
     Checkpointed,
     Mixed,
@@ -289,6 +298,7 @@ def all_cases(context: RankContext) -> None:
     moved_shards(context)
     called_by_itself(context)
     leaf_into_frozen(context)
+    casts_of_parameters(context)
     fast_path(context)
     freed(context)
     misuse(context)

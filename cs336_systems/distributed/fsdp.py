@@ -20,13 +20,12 @@ import cs336_basics.model
 from cs336_systems.distributed import fsdp_state
 from cs336_systems.distributed.collectives import broadcast_module, check_same_module
 from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.fsdp_casts import register_casts
 from cs336_systems.distributed.fsdp_schedule import Use, WeightManager
 from cs336_systems.distributed.fsdp_weight import ShardedWeight
 
 _LINEAR = (cs336_basics.model.Linear, nn.Linear)
 _EMBEDDING = (cs336_basics.model.Embedding, nn.Embedding)
-# They take inputs of any dtype beside a float32 weight, and compute in float32.
-_KEEP_DTYPE = (cs336_basics.model.RMSNorm,)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that layers compute, and all backends add up
 _MARK = "_is_shard"  # an attribute of parameters that have been cut down to a rank's rows
 
@@ -100,7 +99,8 @@ class FullyShardedDataParallel(nn.Module):
             self._gather_around(layer, by_parameter[parameter])
         self._layers = [(layer, by_parameter[layer.weight]) for _, layer in layers]
         self._weights = list(by_parameter.values())
-        self._register_casts()
+        if compute_dtype is not None:
+            register_casts(module, compute_dtype, set(by_parameter), self._manager.is_in_pass)
         rest = [parameter for parameter in module.parameters() if parameter not in by_parameter]
         # In a list, so that it is no submodule: these parameters have their place in the module.
         self._replicated = [FlatDDP(nn.ParameterList(rest), group)]
@@ -146,21 +146,6 @@ class FullyShardedDataParallel(nn.Module):
         if type(layer) is nn.Linear:
             # nn.TransformerEncoderLayer has a fast path that reads its layers' weights itself, unless they have hooks.
             layer.register_forward_pre_hook(_change_nothing)
-
-    def _register_casts(self) -> None:
-        """With a compute_dtype, layers see their replicated parameters (biases, norms) in it."""
-        if self.compute_dtype is None:
-            return
-        shards = {weight.shard for weight in self._weights}
-        for layer in self.module.modules():
-            replicated = {
-                name: parameter
-                for name, parameter in layer.named_parameters(recurse=False)
-                if parameter not in shards and parameter.is_floating_point()
-            }
-            if replicated and not isinstance(layer, _KEEP_DTYPE):
-                layer.register_forward_pre_hook(partial(_put_casts, replicated, self.compute_dtype))
-                layer.register_forward_hook(partial(_remove_casts, replicated), always_call=True)
 
     # ---- Norms and states --------------------------------------------------------------------------------------------
 
@@ -289,15 +274,6 @@ def _gradient_is_ready(manager: weakref.ref[WeightManager], weight: weakref.ref[
     the_manager, the_weight = manager(), weight()
     if the_manager is not None and the_weight is not None:  # gone with the model
         the_manager.gradient_is_ready(the_weight)
-
-
-def _put_casts(replicated: dict[str, nn.Parameter], dtype: torch.dtype, layer: nn.Module, args: Any) -> None:
-    layer.__dict__.update({name: parameter.to(dtype) for name, parameter in replicated.items()})
-
-
-def _remove_casts(replicated: dict[str, nn.Parameter], layer: nn.Module, args: Any, output: Any) -> None:
-    for name in replicated:
-        layer.__dict__.pop(name, None)
 
 
 FSDP = FullyShardedDataParallel

@@ -83,6 +83,10 @@ class WeightManager:
         """The forward pass has ended, or has failed."""
         self._in_forward = False
 
+    def is_in_pass(self) -> bool:
+        """Whether the module's forward, or any backward pass, runs now."""
+        return self._in_forward or torch._C._current_graph_task_id() != -1
+
     def is_first_use(self, weight: ShardedWeight) -> bool:
         """Whether this is the first use, with gradients, since the weight's gradient was last complete."""
         is_first = weight not in self._in_graph
@@ -96,7 +100,7 @@ class WeightManager:
         place in the order: since the last pass the shards may have changed.
         """
         expected: list[ShardedWeight] = []
-        if self._in_forward or torch._C._current_graph_task_id() != -1:
+        if self.is_in_pass():
             expected, self._ahead = self._ahead, self._order.record(weight)
         else:
             self._forget_failed_passes()
