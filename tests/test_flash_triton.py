@@ -10,80 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
-from cs336_systems.attention import triton_launch, triton_tuning
 from cs336_systems.attention.flash_triton import FlashAttentionTriton, flash_backward, flash_forward
-from cs336_systems.attention.triton_plan import plan_backward, plan_forward
-from cs336_systems.attention.triton_tuning import KernelConfig
+from tests.attention_helpers import IGNORE_INTERPRETER
+from tests.triton_helpers import DEVICE, DTYPES, ON_GPU, TOLERANCE, check, draw, poisoned_like, reference, run_public
 
-# NumPy's, about how the interpreter reads a loop's bounds.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-NO_BFLOAT16 = pytest.mark.skipif(not ON_GPU, reason="Triton 3.6's interpreter multiplies bfloat16's raw bits in tl.dot")
-DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=NO_BFLOAT16)]
-# Largest error allowed, as a share of the reference's largest element: a few roundings of P and dS to the dtype.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def draw(batch=1, heads=2, kv_heads=None, n_queries=40, n_keys=None, head_dim=16, dtype=torch.float32, seed=0):
-    """q, k, v, do."""
-    generator = torch.Generator().manual_seed(seed)
-    n_keys, kv_heads = n_queries if n_keys is None else n_keys, kv_heads or heads
-    shapes = [(heads, n_queries), (kv_heads, n_keys), (kv_heads, n_keys), (heads, n_queries)]
-    return [torch.randn(batch, *s, head_dim, generator=generator).to(DEVICE, dtype) for s in shapes]
-
-
-def reference(q, k, v, do, is_causal, scale, keep_scale=None):
-    """o, lse, dq, dk, dv in float64; keep_scale multiplies the probabilities (dropout's mask over 1 - p)."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(group, 1).mT * scale
-    if is_causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, -math.inf)
-    p = scores.softmax(-1)
-    if keep_scale is not None:
-        p = p * keep_scale
-    o = p @ v.repeat_interleave(group, 1)
-    return (o.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(o, (q, k, v), do.double()))
-
-
-def poisoned_like(x: Tensor) -> Tensor:
-    return torch.full_like(x, math.nan)
-
-
-def run_kernels(q, k, v, do, is_causal, scale, config=None, passes=None, dropout=(0.0, 0, 0), n_chunks=1):
-    """o, lse, dq, dk, dv with the kernels' configurations given, into buffers full of NaN."""
-    problem = triton_launch.make_problem(q, k, is_causal, scale, dropout[0])
-    o, lse = poisoned_like(q), torch.full(q.shape[:3], math.nan, device=q.device)
-    strides = [x.stride() for x in (q, k, v, o)]
-    triton_launch.run(plan_forward(problem, strides, True, config, n_chunks), (q, k, v, o, lse), *dropout[1:])
-    tensors = (do, q, k, v, o, lse, *(torch.full(x.shape, math.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)))
-    strides = [x.stride() for x in tensors if x is not lse]
-    triton_launch.run(plan_backward(problem, strides, True, passes=passes), tensors, *dropout[1:])
-    return o, lse, *tensors[-3:]
-
-
-def run_public(q, k, v, do, is_causal, scale, *dropout):
-    o, lse = flash_forward(q, k, v, is_causal, scale, *dropout)
-    return o, lse, *flash_backward(do, q, k, v, o, lse, is_causal, scale, *dropout)
-
-
-def check(actual, expected, dtype, tolerance=None):
-    for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
-        assert x.shape == y.shape, name
-        assert x.dtype == (torch.float32 if name == "lse" else dtype), name
-        assert torch.isfinite(x).all(), f"{name} is not finite everywhere"
-        # Gradients are sums whose terms cancel; what the terms round by does not shrink with the sum.
-        largest = max(1.0, y.abs().max().item())
-        error = (x.double() - y).abs().max().item() / largest
-        allowed = tolerance or TOLERANCE[dtype if name != "lse" else torch.float32]
-        assert error <= allowed, f"{name}: {error:.2e} of the largest element, {allowed:.2e} allowed"
+pytestmark = IGNORE_INTERPRETER
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,74 +35,6 @@ def test_matches_float64(dtype, is_causal, n_queries, n_keys, head_dim):
 def test_wide_heads_match_float64(head_dim):
     inputs = draw(heads=1, n_queries=20, n_keys=37, head_dim=head_dim)
     check(run_public(*inputs, True, 0.1), reference(*inputs, True, 0.1), torch.float32)
-
-
-def _config(own, step, **options):
-    return KernelConfig(block_own=own, block_step=step, num_warps=4, num_stages=2, **options)
-
-
-PLANS = {
-    "tall tiles": [("dkdv", _config(32, 16)), ("dq", _config(32, 16))],
-    "wide tiles": [("dkdv", _config(16, 32)), ("dq", _config(16, 32))],
-    "descriptors": [("dkdv", _config(32, 16, use_tma=True)), ("dq", _config(16, 16, use_tma=True))],
-    "dK and dV apart": [("dv", _config(32, 16)), ("dk", _config(16, 32)), ("dq", _config(32, 16))],
-    "one launch": [("fused", _config(16, 32))],  # D inline
-    "one launch, descriptors": [("fused", _config(32, 32, use_tma=True))],
-}
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize(
-    ("is_causal", "n_queries", "n_keys"),
-    [(False, 40, 50), (True, 40, 50), (True, 70, 33), pytest.param(True, 64, 64, marks=pytest.mark.slow)],
-)
-def test_every_backward_plan_matches_float64(plan, is_causal, n_queries, n_keys):
-    inputs = draw(heads=2, kv_heads=1, n_queries=n_queries, n_keys=n_keys)
-    config = _config(32, 16, use_tma="descriptors" in plan)
-    actual = run_kernels(*inputs, is_causal, 0.25, config, PLANS[plan])
-    check(actual, reference(*inputs, is_causal, 0.25), torch.float32)
-
-
-@pytest.mark.parametrize("dropout", [(0.0, 0, 0), (0.3, 1234, 7)])
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(17, 33), (40, 20)])
-def test_d_computed_where_it_is_used(monkeypatch, n_queries, n_keys, dropout):
-    """A short backward pass is one launch, and gives what the preprocess and another launch give."""
-    inputs = draw(heads=2, kv_heads=1, n_queries=n_queries, n_keys=n_keys, head_dim=24)
-
-    def run(n_launches):
-        problem = triton_launch.make_problem(*inputs[:2], True, 0.25, dropout[0])
-        strides = [x.stride() for x in (inputs[3], *inputs[:3], inputs[0], *inputs[:3])]
-        plan = plan_backward(problem, strides, True, passes=PLANS["one launch"])
-        assert len(plan.steps) == n_launches
-        assert (plan.scratch_bytes > 0) == (n_launches > 1)
-        return run_kernels(*inputs, True, 0.25, passes=PLANS["one launch"], dropout=dropout)
-
-    inline = run(1)
-    monkeypatch.setattr(triton_tuning, "_INLINE_D_QUERIES", n_queries - 1)
-    for x, y in zip(inline, run(2), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("is_causal", "n_queries", "n_keys"), [(False, 20, 70), (True, 70, 70), (True, 70, 20)])
-@pytest.mark.parametrize(
-    ("config", "n_chunks"), [(_config(16, 16), 2), (_config(32, 16), 3), (_config(16, 32, use_tma=True), 100)]
-)
-def test_keys_cut_into_chunks(config, is_causal, n_queries, n_keys, n_chunks):
-    inputs = draw(heads=1, n_queries=n_queries, n_keys=n_keys)
-    actual = run_kernels(*inputs, is_causal, 0.25, config, PLANS["one launch"], n_chunks=n_chunks)
-    check(actual, reference(*inputs, is_causal, 0.25), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("n_keys", "n_blocks", "n_chunks"),
-    [(1023, 8, 1), (1024, 8, 4), (2048, 33, 4), (2048, 34, 1), (4096, 131, 4), (4096, 132, 1)],
-)
-def test_keys_are_cut_where_the_card_would_idle(n_keys, n_blocks, n_chunks):
-    q = torch.empty(1, 1, n_keys, 64, dtype=torch.float16)
-    card = triton_tuning.Gpu("a card", 90, 132, 227 * 1024)
-    problem = triton_launch.make_problem(q, q, True, 0.125, gpu=card)
-    chunk_keys = triton_tuning.chunk_size(problem, _config(64, 64), n_blocks)
-    assert -(-n_keys // chunk_keys) == n_chunks
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 1), (3, 3)])
@@ -224,81 +90,6 @@ def test_extreme_scores(dtype, is_causal):
         assert error <= allowed, f"{name}: {error:.2e}"
 
 
-# On a GPU float32 is multiplied in parts anyway; the interpreter multiplies it as it is, unless told so.
-@pytest.fixture
-def in_parts(monkeypatch):
-    monkeypatch.setattr(triton_launch, "_dot_precision", lambda *_: "fp16x3")
-    monkeypatch.setattr(triton_launch, "_plans", {})
-
-
-SHAPES_IN_PARTS = (
-    {"n_queries": 40, "n_keys": 50},
-    {"heads": 2, "kv_heads": 1, "n_queries": 40, "n_keys": 33, "head_dim": 24},
-    {"batch": 2, "n_queries": 1, "n_keys": 9},
-)
-SIZES_IN_PARTS = ((1e-9, 1e3), (1e20, 1e-20), (1.0, 0.0))
-
-
-# Each shape once and each size once; the slow checks, and a GPU, run all pairs.
-@pytest.mark.parametrize(
-    ("shape", "size_of_v", "size_of_do"),
-    [
-        pytest.param(shape, *sizes, marks=pytest.mark.slow if i != j and not ON_GPU else ())
-        for i, shape in enumerate(SHAPES_IN_PARTS)
-        for j, sizes in enumerate(SIZES_IN_PARTS)
-    ],
-)
-def test_float32_in_parts_at_any_magnitude(in_parts, shape, size_of_v, size_of_do):
-    q, k, v, do = draw(**shape)
-    v, do = v * size_of_v, do * size_of_do
-    actual, expected = run_public(q, k, v, do, True, 0.25), reference(q, k, v, do, True, 0.25)
-    # What the largest element of each is made of: gradients of q and k are sums of products of v and do.
-    sizes = (size_of_v, 1.0, size_of_v * size_of_do, size_of_v * size_of_do, size_of_do)
-    for name, x, y, size in zip(("o", "lse", "dq", "dk", "dv"), actual, expected, sizes, strict=True):
-        error = (x.double() - y).abs().max().item()
-        assert error <= 5e-6 * size * max(1.0, (y / max(size, 1e-300)).abs().max().item()), f"{name}: {error:.2e}"
-
-
-def test_float32_in_parts_with_configurations_and_dropout(in_parts):
-    dropout = (0.3, 1234, 7)
-    q, k, v, do = draw(heads=2, kv_heads=1, n_queries=40, n_keys=32, head_dim=32)
-    identity = torch.eye(32, device=DEVICE).expand(v.shape)
-    keep_scale = (flash_forward(q, k, identity, False, 0.1, *dropout)[0] != 0).double() / 0.7
-    expected = reference(q, k, v, do, True, 0.1, keep_scale)
-    for plan in ("tall tiles", "descriptors", "dK and dV apart", "one launch, descriptors"):
-        config = _config(32, 16, use_tma="descriptors" in plan)
-        actual = run_kernels(q, k, v, do, True, 0.1, config, PLANS[plan], dropout)
-        check(actual, expected, torch.float32, 5e-6)
-    check(run_kernels(q, k, v, do, True, 0.1, _config(16, 16), PLANS["wide tiles"], n_chunks=2),
-          reference(q, k, v, do, True, 0.1), torch.float32, 5e-6)  # fmt: skip
-
-
-def test_float32_in_parts_measures_long_heads_block_by_block(in_parts, monkeypatch):
-    """More tiles of rows than blocks: each block of a head is measured in several steps, the last one short."""
-    from cs336_systems.attention import triton_plan
-
-    monkeypatch.setattr(triton_plan, "MAX_BLOCKS", 2)
-    q, k, v, do = draw(heads=1, n_queries=700, n_keys=17, head_dim=16)
-    q[:, :, 690] *= 1e4
-    o, lse = flash_forward(q, k, v, False, 1e-3)
-    expected = reference(q, k, v, do, False, 1e-3)
-    assert (o.double() - expected[0]).abs().max() < 1e-5
-    assert (lse.double() - expected[1]).abs().max() < 1e-4
-
-
-def test_float32_in_parts_keeps_what_is_not_finite_to_its_row(in_parts):
-    q, k, v, do = draw(heads=1, n_queries=200, n_keys=200)
-    q[:, :, 3], v[:, :, 199] = math.nan, math.inf
-    o, _ = flash_forward(q, k, v, True, 0.25)
-    seen = torch.ones(200, dtype=torch.bool, device=DEVICE)
-    seen[[3, 199]] = False
-    expected = reference(q[:, :, seen], k[:, :, seen], v[:, :, seen], do[:, :, seen], True, 0.25)[0]
-    rows = torch.arange(200, device=DEVICE) < 3
-    assert (o[:, :, rows].double() - expected[:, :, :3]).abs().max() < 1e-5
-    # Keys of one tile are multiplied together, and 0·inf is NaN: those rows are, here and in any tiled kernel.
-    assert torch.isnan(o[:, :, 3]).all()
-
-
 def test_large_negative_scores_only():
     q, k, v, do = draw(n_queries=20, n_keys=20)
     q, k = q.abs() * 100, -k.abs() * 100
@@ -348,23 +139,6 @@ def test_every_element_is_written(monkeypatch, is_causal):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     check(run_public(*inputs, is_causal, 0.2), reference(*inputs, is_causal, 0.2), torch.float32)
-
-
-@pytest.mark.parametrize("plan", ["tall tiles", "dK and dV apart", "one launch"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_dropout_draws_one_mask_for_forward_and_backward(plan, is_causal):
-    head_dim = n_keys = 32
-    dropout = (0.3, 1234, 7)
-    q, k, v, do = draw(heads=2, n_queries=40, n_keys=n_keys, head_dim=head_dim)
-    # Values that are the identity matrix make o the dropped probabilities themselves.
-    identity = torch.eye(n_keys, device=DEVICE).expand(v.shape)
-    kept, _ = flash_forward(q, k, identity, False, 0.1, *dropout)
-    keep_scale = (kept != 0).double() / (1 - dropout[0])
-    rate = 1 - (kept != 0).double().mean().item()
-    assert abs(rate - 0.3) < 4 * math.sqrt(0.3 * 0.7 / kept.numel())
-    # Tile sizes of the two passes differ, and so do those of forward and backward: the mask must not depend on them.
-    actual = run_kernels(q, k, v, do, is_causal, 0.1, _config(16, 16), PLANS[plan], dropout)
-    check(actual, reference(q, k, v, do, is_causal, 0.1, keep_scale), torch.float32)
 
 
 def test_dropout_depends_on_seed_offset_and_nothing_else():
