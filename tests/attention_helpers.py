@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from cs336_systems.attention.implementations import IMPLEMENTATIONS
 from cs336_systems.attention.reference import attention_reference
 
 NEEDS_TRITON = pytest.mark.skipif(
@@ -17,6 +18,11 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 # NumPy's, about how Triton's interpreter reads a loop's bounds.
 IGNORE_INTERPRETER = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+TRITON = pytest.param("triton", marks=[NEEDS_TRITON, IGNORE_INTERPRETER])
+# Hopper's kernels run on no CPU: test_flash_hopper.py has their tests.
+PORTABLE = [
+    pytest.param(name, marks=TRITON.marks if name == "triton" else []) for name in IMPLEMENTATIONS if name != "hopper"
+]
 
 
 def make_inputs(
