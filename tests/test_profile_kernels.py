@@ -1,0 +1,53 @@
+"""scripts/profile_kernels.py as a person runs it: the way to the same tables without nsys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.profiling.run_kernels import run_kernels
+from tests.profile_helpers import CELL, analyze
+from tests.script_helpers import ScriptProcess
+
+
+def test_the_same_tables_without_nsys(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A CPU's operators, from a step to files, and again from the trace that was kept."""
+    what: dict[str, Any] = CELL | {"device": "cpu", "mode": "train-step", "precision": "fp32", "checkpoint_every": 0}
+    made = run_kernels(
+        "python scripts/profile_kernels.py", size="tiny", ctx=16, benchmark=None, top=5, out=tmp_path / "out", **what
+    )
+    assert made.verdict is None
+    assert made.row.forward_leader == "aten::mm"
+    name = "tiny-ctx16-train-step-fp32"
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    tables = {"answers.md", "kernels.csv", *(f"steps.{ending}" for ending in ("json", "csv", "md", "tex"))}
+    assert written == tables | {f"{name}{ending}" for ending in (".md", ".png", ".json.gz")}
+    text = (tmp_path / "out" / f"{name}.md").read_text()
+    assert "| operator" in text
+    assert "Bound by" not in text  # nothing is launched on a CPU
+    analyze(tmp_path / "out" / f"{name}.json.gz", out=tmp_path / "again", top=5)
+    assert (tmp_path / "again" / f"{name}.md").read_text() == text
+    assert capsys.readouterr().out.count("aten::mm") == 6
+
+
+def test_kernels_of_a_cell_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    what: dict[str, Any] = CELL | {"mode": "train-step", "precision": "fp32", "checkpoint_every": 0}
+    for changed, message in (
+        ({"ctx": 0}, "--ctx 0"),
+        ({"device": "cuda:77"}, "--device cuda:77: is not on this machine"),
+    ):
+        arguments = {"size": "tiny", "ctx": 16, "benchmark": None, "top": 5, "out": tmp_path, **what, **changed}
+        with pytest.raises(SystemExit) as stopped:
+            run_kernels("python scripts/profile_kernels.py", **arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_cpu_is_not_asked_for_its_gpus_aloud(tmp_path):
+    """The profiler's library would write an error where there is no driver."""
+    quick = ["--device", "cpu", "--size", "tiny", "--ctx", 16, "--warmup", 0, "--steps", 1]
+    run = ScriptProcess(tmp_path, "profile_kernels", *quick, "--out", tmp_path / "out")
+    assert run.wait() == 0, run.errors
+    assert run.errors.splitlines() == [f"Answers, rows, kernels, trace, tables and picture: {tmp_path}/out/"]
