@@ -2,87 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from cs336_basics.optimizer import AdamW
 from cs336_systems.distributed import partition
-from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.process_group import RankContext
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from tests.adapters import get_sharded_optimizer
-from tests.distributed_helpers import (
-    CountedCollectives,
-    assert_same_on_all_ranks,
-    assert_same_weights,
-    batch,
-    finish,
-    loss_of,
-    make_model,
-    part,
-    run_gloo,
+from tests.distributed_helpers import CountedCollectives, assert_same_on_all_ranks, make_model, run_gloo
+from tests.sharded_optimizer_helpers import (
+    OPTIMIZERS,
+    SHAPES,
+    WITHOUT_GRADIENT,
+    assert_equal,
+    compare_state,
+    make_parameters,
+    set_gradients,
 )
 
 WORLD_SIZES = (1, 2, 3, pytest.param(5, marks=pytest.mark.slow))
-# Large and small, one row, no dimension, nothing at all.
-SHAPES = ((60, 51), (16, 33), (1, 7), (), (0, 4), (30, 40), (9,))
 LARGE = ((120, 101), (100, 101), (7,))
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "adamw-for-loop": (torch.optim.AdamW, {"lr": 0.01, "foreach": False}),
-    "adamw-foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True, "amsgrad": True}),
-    "adamw-fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "adamw-project": (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "sgd-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    "partial": (partial(torch.optim.AdamW, betas=(0.8, 0.9)), {"lr": 0.01}),
-}
-
-
-# PyTorch's Adafactor divides by the number of elements.
-WITHOUT_GRADIENT = {"adafactor": (4,)}
-
-
-def make_parameters(shapes: tuple[tuple[int, ...], ...] = SHAPES, seed: int = 0) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def set_gradients(parameters: list[nn.Parameter], step: int, missing: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for i, parameter in enumerate(parameters):
-        gradient = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = gradient.to(parameter.dtype) if parameter.requires_grad and i not in missing else None
-
-
-def assert_equal(theirs: list[nn.Parameter], expected: list[nn.Parameter]) -> None:
-    for i, (a, b) in enumerate(zip(theirs, expected, strict=True)):
-        assert torch.equal(a, b), f"parameter {i}: {(a - b).abs().max()}"
-
-
-def compare_state(theirs: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Two state dicts agree exactly, wherever their tensors lie."""
-    assert theirs["param_groups"] == expected["param_groups"]
-    assert theirs["state"].keys() == expected["state"].keys()
-    for number, state in expected["state"].items():
-        assert theirs["state"][number].keys() == state.keys()
-        for name, value in state.items():
-            assert torch.equal(torch.as_tensor(theirs["state"][number][name]), torch.as_tensor(value)), (number, name)
-
-
-# ---- Ten steps -------------------------------------------------------------------------------------------------------
 
 
 def ten_steps(name: str) -> None:
@@ -355,123 +300,6 @@ def all_cases(context: RankContext) -> None:
 def test_equals_the_unsharded_optimizer(world_size: int) -> None:
     """Cases that share their ranks, since starting these takes seconds; the traceback names the case."""
     run_gloo(all_cases, world_size=world_size)
-
-
-# ---- State at other world sizes --------------------------------------------------------------------------------------
-
-
-def save(context: RankContext, folder: str, name: str) -> None:
-    """Three steps, saved in the two ways."""
-    optimizer_cls, options = OPTIMIZERS[name]
-    parameters = make_parameters()
-    optimizer = ShardedOptimizer(parameters, optimizer_cls, **options)
-    for step in range(3):
-        set_gradients(parameters, step, missing=(1, *WITHOUT_GRADIENT.get(name, ())))
-        optimizer.step()
-    state = optimizer.state_dict()
-    only = optimizer.state_dict(to_rank=0)
-    assert len(only["state"]) == (len(state["state"]) if context.rank == 0 else 0)
-    if context.rank == 0:
-        compare_state(only, state)
-        torch.save(state, f"{folder}/{name}.pt")
-    module = nn.ParameterList(parameters)
-    dcp.save({"optimizer": get_optimizer_state_dict(module, optimizer)}, checkpoint_id=f"{folder}/{name}-dcp")
-
-
-def go_on(context: RankContext, folder: str, name: str) -> None:
-    """Load at this world size, three more steps, and compare with six unsharded ones."""
-    optimizer_cls, options = OPTIMIZERS[name]
-    plain = make_parameters()
-    alone = optimizer_cls(plain, **options)
-    for step in range(3):
-        set_gradients(plain, step, missing=(1, *WITHOUT_GRADIENT.get(name, ())))
-        alone.step()
-    saved = copy.deepcopy(plain)
-    states = {"unsharded": copy.deepcopy(alone.state_dict()), "full": torch.load(f"{folder}/{name}.pt"), "dcp": None}
-    for step in range(3, 6):
-        set_gradients(plain, step, missing=WITHOUT_GRADIENT.get(name, ()))
-        alone.step()
-    for state in states.values():
-        parameters = copy.deepcopy(saved)
-        optimizer = ShardedOptimizer(parameters, optimizer_cls, **{**options, "lr": 123.0})
-        if state is not None:
-            before = copy.deepcopy(state)
-            optimizer.load_state_dict(state)
-        else:
-            for parameter in parameters:
-                parameter.grad = None
-            module = nn.ParameterList(parameters)
-            # DCP's template would ask for the state of parameters that had no gradient when this was saved.
-            without = [parameters[i] for i in (1, *WITHOUT_GRADIENT.get(name, ()))]
-            for parameter in without:
-                parameter.requires_grad_(False)
-            loaded = {"optimizer": get_optimizer_state_dict(module, optimizer)}
-            dcp.load(loaded, checkpoint_id=f"{folder}/{name}-dcp")
-            set_optimizer_state_dict(module, optimizer, loaded["optimizer"])
-            for parameter in without:
-                parameter.requires_grad_(True)
-        for step in range(3, 6):
-            set_gradients(parameters, step, missing=WITHOUT_GRADIENT.get(name, ()))
-            optimizer.step()
-        assert_equal(parameters, plain)
-        if state is not None:
-            compare_state(state, before)  # what was loaded is left alone
-            whole = optimizer.state_dict()
-            unsharded = optimizer_cls(copy.deepcopy(saved), **options)
-            unsharded.load_state_dict(whole)
-            compare_state(unsharded.state_dict(), alone.state_dict())
-
-
-def save_all(context: RankContext, folder: str, names: list[str]) -> None:
-    for name in names:
-        save(context, folder, name)
-
-
-def go_on_all(context: RankContext, folder: str, names: list[str]) -> None:
-    for name in names:
-        go_on(context, folder, name)
-
-
-def test_state_at_other_world_sizes(tmp_path: Path) -> None:
-    names = ["adamw", "adamw-project", "sgd-momentum", "adafactor"]
-    run_gloo(save_all, str(tmp_path), names, world_size=2)
-    for world_size in (1, 3):
-        run_gloo(go_on_all, str(tmp_path), names, world_size=world_size)
-
-
-# ---- With data parallelism, and clipping -----------------------------------------------------------------------------
-
-
-def train_data_parallel(context: RankContext) -> None:
-    """Under a wrapper whose gradients are views into buckets, clipped by their global norm."""
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, i_step: int, rank: int, world_size: int) -> None:
-        tokens, targets = batch(i_step)
-        optimizer.zero_grad(set_to_none=i_step % 2 == 0)
-        loss_of(model, part(tokens, rank, world_size), part(targets, rank, world_size)).backward()
-        finish(model)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-    def sharded(parameters: Any) -> ShardedOptimizer:
-        return ShardedOptimizer(parameters, torch.optim.AdamW, lr=0.02)
-
-    for wrapped_first in (False, True):
-        module = make_model(context.rank)
-        early = None if wrapped_first else sharded(module.parameters())
-        model = BucketedDDP(module, bucket_size_mb=0.0006)
-        optimizer = early or sharded(model.parameters())
-        plain = make_model(0)
-        alone = torch.optim.AdamW(plain.parameters(), lr=0.02)
-        for i_step in range(10):
-            step(plain, alone, i_step, 0, 1)
-            step(model, optimizer, i_step, context.rank, context.world_size)
-        assert_same_on_all_ranks(module)
-        assert_same_weights(module, plain)
-
-
-def test_with_data_parallelism() -> None:
-    run_gloo(train_data_parallel, world_size=2)
 
 
 def test_needs_a_process_group() -> None:
