@@ -64,9 +64,9 @@ COLUMNS = {
     "optimizer_ms": "optimizer ms",
     "tokens_per_s": "tokens/s",
     "tflops": "TFLOP/s a rank",
-    "peak_share": "of peak",
+    "peak_share": "share of peak",
     "peak_memory_gib": "peak GiB",
-    "predicted_gib": "predicted GiB",
+    "predicted_gib": "predicted peak GiB",
 }
 
 
