@@ -162,6 +162,9 @@ class WeightCollectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._averages_itself = averages_itself(group)
+        # gloo's coalesced gathers damage the heap when another collective is on its way (pytorch/pytorch#65231, and
+        # still in torch 2.11).
+        self._gathers_together = dist.get_backend(group) == "nccl"
         self._reduction = ReduceScatterOptions()
         self._reduction.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self._averages_itself else dist.ReduceOp.SUM)
 
@@ -174,12 +177,13 @@ class WeightCollectives:
             copied[0].mine.copy_(copied[0].master)
         elif copied:
             torch._foreach_copy_([weight.mine for weight in copied], [weight.master for weight in copied])
-        if len(weights) == 1:
-            work = self._group._allgather_base(weights[0].gathered, weights[0].sent)
-        else:
-            work = self._group.allgather_into_tensor_coalesced(
-                [weight.gathered for weight in weights], [weight.sent for weight in weights]
-            )
+        if len(weights) == 1 or not self._gathers_together:
+            for weight in weights:
+                weight.work = self._group._allgather_base(weight.gathered, weight.sent)
+            return
+        work = self._group.allgather_into_tensor_coalesced(
+            [weight.gathered for weight in weights], [weight.sent for weight in weights]
+        )
         for weight in weights:
             weight.work = work
 
