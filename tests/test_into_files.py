@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cs336_systems.benchmarking.into_files import check_any_measured, sweep_into_files
+from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.cli import show, tell
 from cs336_systems.records import NotWritten, ResultsFile, read_results
 from tests.example_rows import RUN
@@ -124,3 +124,11 @@ def test_that_nobody_reads_on_stops_nothing(monkeypatch, stream):
             (show if stream == "stdout" else tell)("text")
         if stream == "stderr":
             os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing it writes once more
+
+
+def test_a_busy_machine_is_told_where_the_cpu_is_timed(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for load, told in ((5.9, False), (6.1, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        resolve_device("cpu", "command")
+        assert ("busy (load 6.1, cores 4)" in capsys.readouterr().err) == told

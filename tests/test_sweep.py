@@ -85,8 +85,11 @@ def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path)
     assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["a"]
 
 
-def test_resume_measures_only_what_is_missing(tmp_path):
+def test_resume_measures_only_what_is_missing(tmp_path, capsys):
     _sweep(tmp_path, [_Cell("a"), _Cell("large")])
+    assert "Nothing is left" not in capsys.readouterr().err
+    _sweep(tmp_path, [_Cell("large"), _Cell("a")], resume=True)
+    assert f"Nothing is left to measure: every cell has its row in {tmp_path}/bench.json." in capsys.readouterr().err
     rows = _sweep(tmp_path, [_Cell("a"), _Cell("large"), _Cell("a", 2), _Cell("mistake", 3)][:3], resume=True)
     assert [(row.name, row.size, row.status) for row in rows] == [("a", 1, "ok"), ("large", 1, "oom"), ("a", 2, "ok")]
 

@@ -132,7 +132,9 @@ def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path, monk
         with pytest.raises(SystemExit) as interrupted:
             run_training("x", config)
     assert interrupted.value.code == 130
-    assert "Interrupted after step 5, which is saved; --resume goes on from there." in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "Interrupted: this step is finished and saved first. Once more ends at once, without." in told
+    assert "Interrupted after step 5, which is saved; --resume goes on from there." in told
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4, 5]
     assert [path.name for path in list_checkpoints(config.out)][-1] == "checkpoint-00000005.pt"
     assert (config.out / PLOT).exists()

@@ -127,7 +127,8 @@ def _flops_section(
     if gpu:
         peak, source = peak_tflops(gpu, precision), gpu_peak(gpu)
         if peak is None or source is None:
-            text += f"\n\nNo peak in {precision} is known for {gpu!r}."
+            text += f"\n\nNo peak in {precision} is known for {gpu!r}. "
+            text += "Cards go by the names of torch.cuda.get_device_name, such as 'NVIDIA H200' or 'NVIDIA RTX 4090'."
         else:
             text += (
                 f"\n\nAt {peak:g} TFLOP/s ({gpu}, {precision}; {source.source}) forward takes "

@@ -73,7 +73,7 @@ COLUMNS = {
     "peak_memory_gib": "peak GiB",
     "peak_predicted_gib": "predicted peak GiB",
     "kept_predicted_gib": "predicted kept GiB",
-    "step_median_ms": "step ms",
+    "step_median_ms": "median step ms",
     "step_over_none": "of that without",
     "flops_over_none": "FLOPs of those without",
 }

@@ -21,7 +21,7 @@ COLUMNS = {
     "max_ctas": "CTAs at most",
     "high_priority": "high priority",
     "status": "status",
-    "step_median_ms": "step ms",
+    "step_median_ms": "median step ms",
     "step_std_ms": "± ms",
     "exposed_ms": "exposed ms",
     "exposed_share": "of the step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -140,7 +141,19 @@ def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
     check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
     resolved, provenance, available = outcome.value
     check(resolved in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
+    if resolved == "cpu":
+        _tell_if_busy()
     return resolved, provenance
+
+
+def _tell_if_busy() -> None:
+    """Threads that wait for one another on cores that others use multiply a CPU's times, the same in every step."""
+    load, n_cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
+    if load > 1.5 * n_cores:
+        tell(
+            f"This machine is busy (load {load:.1f}, cores {n_cores}): times on its CPU will be far too long, though "
+            "their spread may be small. OMP_NUM_THREADS=1 suffers least."
+        )
 
 
 def _probe(device: str, command: str) -> tuple[str, Provenance, list[str]]:

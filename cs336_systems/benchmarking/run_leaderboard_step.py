@@ -55,7 +55,7 @@ COLUMNS = {
     "max_ctas": "CTAs at most",
     "high_priority": "high priority",
     "status": "status",
-    "step_median_ms": "step ms",
+    "step_median_ms": "median step ms",
     "step_std_ms": "± ms",
     "step_min_ms": "fastest ms",
     "forward_ms": "forward ms",

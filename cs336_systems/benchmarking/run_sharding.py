@@ -49,7 +49,7 @@ COLUMNS = {
     "max_ctas": "CTAs at most",
     "high_priority": "high priority",
     "status": "status",
-    "step_median_ms": "step ms",
+    "step_median_ms": "median step ms",
     "step_std_ms": "± ms",
     "optimizer_ms": "optimizer ms",
     "peak_memory_gib": "peak GiB",

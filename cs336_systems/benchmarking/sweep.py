@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
+from cs336_systems.cli import tell
 from cs336_systems.records import ResultsFile, is_row_of
 
 _TICK_S = 1.0
@@ -45,6 +46,8 @@ def run_sweep(
         OSError: a row could not be written; the rows before it are on disk.
     """
     to_measure = unmeasured(cells, results)
+    if not to_measure:
+        tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))

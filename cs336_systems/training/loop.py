@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from cs336_systems.cli import tell
 from cs336_systems.provenance import Provenance
 from cs336_systems.training.checkpoints import list_checkpoints, load_newest, save_checkpoint
 from cs336_systems.training.config import TrainConfig
@@ -210,6 +211,7 @@ def _interrupts(answered: bool) -> Generator[list[int]]:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)
+        tell("\nInterrupted: this step is finished and saved first. Once more ends at once, without.")
 
     if threading.current_thread() is not threading.main_thread():
         yield noted
