@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -211,7 +211,8 @@ def _interrupts(answered: bool) -> Generator[list[int]]:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)
-        tell("\nInterrupted: this step is finished and saved first. Once more ends at once, without.")
+        with suppress(RuntimeError):  # a stream cannot be written to in the middle of its writing
+            tell("\nInterrupted: this step is finished and saved first. Once more ends at once, without.")
 
     if threading.current_thread() is not threading.main_thread():
         yield noted
