@@ -44,7 +44,7 @@ from cs336_systems.benchmarking.rank_sweep import (
 from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.benchmarking.run_all_reduce import open_all_reduce, write_all_reduce_files
 from cs336_systems.benchmarking.scaling import write_scaling
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
@@ -99,6 +99,8 @@ def run_data_parallel_benchmark(
         all_reduces, fits = open_all_reduce(out, command, device, resume)
         timelines = ByLabel(out / "ddp_timelines.json", resume)
     sizes_mb = ALL_REDUCE_SIZES_MB[device]
+    if results is not None:
+        tell("First all-reduces alone: their cost per call and per byte predicts what is exposed of each bucket size.")
     alone = [
         cell
         for cap in dict.fromkeys(setting["max_ctas"] for setting in nccl)
