@@ -1,5 +1,6 @@
 """What is refused or told before any work: an attention that cannot run here, and models too large for a CPU."""
 
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,16 +11,18 @@ import pytest
 from cs336_systems import feasibility
 from cs336_systems.accounting.memory_plan import predict_memory
 from cs336_systems.accounting.training_memory import step_peak_bytes, training_memory
+from cs336_systems.benchmarking import rank_sweep
+from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow
-from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
 from cs336_systems.benchmarking.run_leaderboard_step import run_leaderboard_step
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
 from cs336_systems.benchmarking.sharding_cells import ShardingCell, ShardingRow
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import MODEL_SIZES, named_cell, named_cells
+from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.feasibility import GIB, check_memory, machine_memory_bytes, memory_shortage, missing_here, shortage
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
@@ -215,7 +218,11 @@ def test_of_the_numbers_of_ranks_those_that_fit_are_measured(monkeypatch, tmp_pa
     if run is run_data_parallel_benchmark:
         monkeypatch.setattr(module, "open_all_reduce", lambda *arguments: (None, None))
     measured = []
-    monkeypatch.setattr(module, "run_rank_sweep", lambda cells, *arguments, **keywords: measured.append(cells))
+
+    def sweep(cells, *arguments, known=lambda cell: None, **keywords):
+        measured.append([cell for cell in cells if known(cell) is None])
+
+    monkeypatch.setattr(module, "run_rank_sweep", sweep)
     limit(monkeypatch, 5.0)
     given = (None,) if "total_batch_size" in arguments else ()
     run("a test", *given, **ON_RANKS | {"processes": (16, 2)}, **arguments, out=tmp_path)
@@ -226,13 +233,20 @@ def test_cells_on_ranks_that_cannot_fit_are_rows_and_are_not_measured(monkeypatc
     limit(monkeypatch, 3.0)
     whole, divided = on_ranks("ddp", 4), on_ranks("fsdp", 4)
     results = ResultsFile(tmp_path, "rows", ShardingRow, collect_provenance("a test", "cpu"))
-    assert cells_that_fit([whole, divided], results) == [divided]
-    (row,) = results.rows
-    assert (row.implementation, row.status, row.step_median_ms) == ("ddp", "oom", None)
-    assert "on each of 4 ranks takes 7.8 GiB in all by formula" in row.reason
-    assert cells_that_fit([whole, divided], results) == [divided]  # resumed
-    assert results.rows == [row]
-    assert cells_that_fit([whole, divided], None) == [divided]  # on rank 1
+    measured = []
+
+    def killed(measure, cell, **options):
+        measured.append(cell)
+        raise RankFailedError("rank 0 was killed", 0, "", -signal.SIGKILL)
+
+    monkeypatch.setattr(rank_sweep, "run_ranks", killed)
+    for n_runs in (1, 2):  # resumed the second time, when only the killed one is tried again
+        rank_sweep.run_rank_sweep([whole, divided], str, results, known=does_not_fit)
+        assert measured == [divided] * n_runs
+        row, other = results.rows
+        assert (row.implementation, row.status, row.step_median_ms) == ("ddp", "oom", None)
+        assert "on each of 4 ranks takes 7.8 GiB in all by formula" in row.reason
+        assert (other.implementation, other.status) == ("fsdp", "killed")
 
 
 def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, monkeypatch, capsys):

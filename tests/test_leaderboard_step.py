@@ -177,7 +177,7 @@ def swept(monkeypatch):
     """The cells that a run would measure, of which all but the last run out of memory."""
     cells = []
 
-    def sweep(asked, measure, results, label, timeout_s):
+    def sweep(asked, measure, results, label, timeout_s, known):
         for cell in asked:
             cells.append(cell)
             outcome = Outcome("ok") if cell is asked[-1] else Outcome("oom", reason="CUDA out of memory")

@@ -37,6 +37,7 @@ def run_rank_sweep(
     label: Callable[[Any], str] = str,
     complete: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda cell, measured: measured,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    known: Callable[[Any], Outcome | None] = lambda cell: None,
 ) -> None:
     """Add to `results` one row a cell, in order, skipping cells whose row is there already (`unmeasured`).
 
@@ -49,13 +50,22 @@ def run_rank_sweep(
         complete: called as `complete(cell, measured)` in this process; returns the row's results, e.g. with those that
             need earlier rows.
         timeout_s: the limit of one collective, in seconds.
+        known: what becomes of a cell, where that can be said without measuring it; asked where `results` are, for all
+            cells before the first is measured.
 
     Raises:
         RankFailedError: a spawned rank failed otherwise than by memory; the rows so far are on disk. In a launched job
             a rank that runs out of memory ends the job too.
         OSError: a row could not be written; the rows before it are on disk.
     """
-    to_measure = from_rank_0(unmeasured(cells, results) if results is not None else None, timeout_s)
+    missing = None
+    if results is not None:
+        outcomes = {cell: known(cell) for cell in unmeasured(cells, results)}
+        missing = [cell for cell, outcome in outcomes.items() if outcome is None]
+        for cell, outcome in outcomes.items():
+            if outcome is not None:
+                results.append(make_row(results.row_type, cell, outcome, {}))
+    to_measure = from_rank_0(missing, timeout_s)
     with progress(len(cells), len(cells) - len(to_measure), disable=results is None) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))

@@ -16,6 +16,7 @@ from cs336_systems.benchmarking.all_reduce import (
     fit_rows,
     measure_all_reduce,
 )
+from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.data_parallel import (
     DataParallelCell,
     DataParallelRow,
@@ -31,7 +32,6 @@ from cs336_systems.benchmarking.rank_files import (
     check_timeout,
     ranks_into_files,
 )
-from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
     model_on_ranks,
@@ -123,7 +123,7 @@ def run_data_parallel_benchmark(
     measure = partial(measure_data_parallel, profile_step=profile_step)
     ranks_into_files(
         results,
-        lambda: run_rank_sweep(cells_that_fit(cells, results), measure, results, cell_label, complete, timeout_s),
+        lambda: run_rank_sweep(cells, measure, results, cell_label, complete, timeout_s, known=does_not_fit),
         lambda results: _write_files(results, costs, timelines),
     )
     return results.rows if results is not None else []

@@ -13,6 +13,7 @@ import torch
 from cs336_systems.accounting.memory_plan import MemoryPlan, plan_memory, predict_memory
 from cs336_systems.accounting.report import markdown_table
 from cs336_systems.attention.model_attention import why_not
+from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell, LeaderboardRow, cell_label
 from cs336_systems.benchmarking.leaderboard_step import measure_leaderboard_step
@@ -21,7 +22,6 @@ from cs336_systems.benchmarking.rank_files import (
     check_timeout,
     ranks_into_files,
 )
-from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.rank_sweep import (
     model_on_ranks,
     nccl_settings,
@@ -136,7 +136,7 @@ def run_leaderboard_step(
     ranks_into_files(
         results,
         lambda: run_rank_sweep(
-            cells_that_fit(cells, results), measure_leaderboard_step, results, cell_label, timeout_s=timeout_s
+            cells, measure_leaderboard_step, results, cell_label, timeout_s=timeout_s, known=does_not_fit
         ),
         write_files,
     )

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.data_parallel_report import plot_timeline
 from cs336_systems.benchmarking.gather_picture import plot_gathers
 from cs336_systems.benchmarking.rank_files import (
@@ -17,7 +18,6 @@ from cs336_systems.benchmarking.rank_files import (
     check_timeout,
     ranks_into_files,
 )
-from cs336_systems.benchmarking.rank_memory import cells_that_fit
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
     model_on_ranks,
@@ -151,7 +151,7 @@ def run_sharding_benchmark(
     measure = partial(measure_sharding, profile_step=profile_step)
     ranks_into_files(
         results,
-        lambda: run_rank_sweep(cells_that_fit(cells, results), measure, results, cell_label, complete, timeout_s),
+        lambda: run_rank_sweep(cells, measure, results, cell_label, complete, timeout_s, known=does_not_fit),
         write_files,
     )
     return results.rows if results is not None else []
