@@ -18,6 +18,7 @@ Compile = Literal["off", "on", "blocks"]
 Attention = Literal["naive", "sdpa", "flash-pytorch", "flash-triton", "flash-hopper"]
 Optimizer = Literal["adamw", "adamw-fused"]
 Kernels = Literal["plain", "loss", "fused"]
+Switch = Literal["off", "on"]
 
 # Of any one dimension: what a signed 32-bit number holds. Larger ones overflow before they run out of memory.
 LARGEST = 2**31 - 1
@@ -118,6 +119,7 @@ class BenchmarkCell:
 
     `size` is a label, one of `SIZE_NAMES`; the hyperparameters beside it are what is built. `warmup` and `steps` count
     steps; `ctx` counts tokens. `checkpoint_every` is the number of blocks in a checkpointed segment, 0 for none.
+    `cuda_graphs` records forward and backward once and launches each as one piece (`workload.Workload`).
     `cold_caches` gives the cell empty compile caches of its own.
 
     Raises:
@@ -130,6 +132,7 @@ class BenchmarkCell:
     mode: Mode = "train-step"
     precision: Precision = "fp32"
     compile: Compile = "off"
+    cuda_graphs: Switch = "off"
     attention: Attention = "naive"
     kernels: Kernels = "plain"
     optimizer: Optimizer = "adamw"
@@ -167,6 +170,15 @@ class BenchmarkCell:
             self.checkpoint_every,
             f"must be between 1 and {self.num_layers}, the model's blocks, or 0 for no checkpoints",
         )
+        if self.cuda_graphs == "on":
+            check(self.device.startswith("cuda"), "cuda_graphs", "on", f"needs a GPU, and device={self.device!r}")
+            check(
+                self.checkpoint_every == 0,
+                "cuda_graphs",
+                "on",
+                f"goes without checkpoints, which ask for the generator's state, and checkpoint_every="
+                f"{self.checkpoint_every}",
+            )
         self.model_config()  # refuses hyperparameters that do not fit each other
 
     def model_config(self) -> ModelConfig:

@@ -7,7 +7,6 @@ profiles the step does not know which it has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +20,7 @@ from cs336_basics.optimizer import AdamW
 from cs336_systems.attention.model_attention import set_attention, why_not
 from cs336_systems.checkpointing import checkpoint_blocks
 from cs336_systems.configs import BenchmarkCell
+from cs336_systems.cuda_graphs import GraphedPhases, Phase
 from cs336_systems.records import Unsupported
 
 _AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,12 +34,16 @@ class Workload:
     never adds to the last step's. With kernels other than plain the loss is made inside the model, in "forward", and
     "loss" is an empty phase. float16 in a train step scales the loss, and steps through `torch.amp.GradScaler`.
 
+    With CUDA graphs the first step records what comes before the optimizer, and each step replays it: gradients stay
+    at their addresses, where backward writes them anew.
+
     Attributes:
         model: the `BasicsTransformerLM`, parameters in float32; compiled, and its blocks in checkpointed segments, if
             the cell says so.
         inputs, targets: (batch, context) token ids.
         optimizer: None unless the mode is train-step.
         loss: the last step's loss, on the device, and during backward with its graph; None after a forward step.
+        graph_bytes: what CUDA graphs hold at their fullest and the allocator does not count (`GraphedPhases`).
     """
 
     def __init__(self, cell: BenchmarkCell) -> None:
@@ -70,14 +74,28 @@ class Workload:
         compile_model(self.model, cell.compile)
         if cell.checkpoint_every:  # after it, so that each block is compiled by itself and not within its segment
             checkpoint_blocks(self.model, cell.checkpoint_every)
+        self._graphs = GraphedPhases(self._compute, self.device) if cell.cuda_graphs == "on" else None
+
+    @property
+    def graph_bytes(self) -> int:
+        return 0 if self._graphs is None else self._graphs.bytes_within
 
     def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision for forward and loss; nothing in float32."""
         dtype = _AUTOCAST_DTYPE.get(self.cell.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
-    def step(self, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+    def step(self, phase: Phase) -> None:
         """Runs one step of the cell's mode, opening each of its phases in turn."""
+        compute = self._graphs or self._compute
+        compute(phase)
+        if self.optimizer is not None:
+            with phase("optimizer"):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+    def _compute(self, phase: Phase) -> None:
+        """All of a step but the optimizer's part."""
         if self.cell.mode == "forward":
             with torch.no_grad(), phase("forward"), self.autocast():
                 self.model(self.inputs)
@@ -93,10 +111,6 @@ class Workload:
         with phase("backward"):
             self.scaler.scale(loss).backward()
         self.loss = loss.detach()
-        if self.optimizer is not None:
-            with phase("optimizer"):
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
 
 
 def build_model(config, device: torch.device | str, kernels: str = "plain") -> BasicsTransformerLM:

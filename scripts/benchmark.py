@@ -1,7 +1,7 @@
 """Time a Transformer's forward pass, backward pass and optimizer step, one cell or a whole sweep.
 
-Several values for size, ctx, mode, precision, compile, attention, kernels, optimizer or warmup are a sweep over their
-product:
+Several values for size, ctx, mode, precision, compile, cuda-graphs, attention, kernels, optimizer, checkpoint-every or
+warmup are a sweep over their product:
 
     python scripts/benchmark.py --size small medium --ctx 128 256 --precision fp32 bf16
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Attention, Compile, Kernels, Mode, Optimizer, Precision
+from cs336_systems.configs import Attention, Compile, Kernels, Mode, Optimizer, Precision, Switch
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Arguments:
     tensor cores."""
     compile: tuple[Compile, ...] = ("off",)
     """torch.compile: off, on (the whole model), or blocks (each block by itself, which compiles much sooner)."""
+    cuda_graphs: tuple[Switch, ...] = ("off",)
+    """on records forward, loss and backward as CUDA graphs in the first step and replays them from then on: the host
+    launches each as one piece. The optimizer's step is launched as ever."""
     attention: tuple[Attention, ...] = ("naive",)
     """The attention that the model calls."""
     kernels: tuple[Kernels, ...] = ("plain",)

@@ -25,7 +25,8 @@ class BenchmarkRow(BenchmarkCell):
 
     `tflops` counts the model's matrix products (accounting.flops) over the median step; `peak_share` sets that beside
     the card's dense peak in the cell's precision; what checkpoints compute twice counts once. `peak_memory_gib` is the
-    allocator's peak during the measured steps on a GPU, and the process's peak resident set on a CPU.
+    allocator's peak during the measured steps on a GPU, with what CUDA graphs hold for themselves at their fullest, and
+    the process's peak resident set on a CPU.
     """
 
     status: str = "ok"
@@ -92,7 +93,7 @@ def measure_cell(
         "tokens_per_s": cell.batch_size * cell.ctx / seconds,
         "tflops": tflops,
         "peak_share": tflops / peak if peak else None,
-        "peak_memory_gib": _peak_memory_bytes(workload.device) / 2**30,
+        "peak_memory_gib": (_peak_memory_bytes(workload.device) + workload.graph_bytes) / 2**30,
     }
 
 
@@ -108,10 +109,11 @@ def _peak_memory_bytes(device: Any) -> int:
 def cell_label(cell: BenchmarkCell) -> str:
     """What a progress bar calls a cell, e.g. "small ctx 256 train-step bf16"."""
     compiled = {"off": "", "on": " compiled", "blocks": " compiled blocks"}[cell.compile]
+    graphs = " graphs" if cell.cuda_graphs == "on" else ""
     attention = "" if cell.attention == "naive" else f" {cell.attention}"
     kernels = "" if cell.kernels == "plain" else f" {cell.kernels}"
     checkpoints = f" checkpoint every {cell.checkpoint_every}" if cell.checkpoint_every else ""
-    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{kernels}{compiled}{checkpoints}"
+    return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{kernels}{compiled}{graphs}{checkpoints}"
 
 
 _PARAMETER_HEADINGS = {
@@ -123,6 +125,7 @@ _PARAMETER_HEADINGS = {
     "attention": "attention",
     "kernels": "kernels",
     "compile": "compile",
+    "cuda_graphs": "CUDA graphs",
     "optimizer": "optimizer",
     "checkpoint_every": "checkpoint every",
     "warmup": "warm-up",

@@ -15,7 +15,9 @@ _AXES = (
     "ctx",
     "warmup",
     "compile",
+    "cuda_graphs",
     "attention",
+    "kernels",
     "optimizer",
     "checkpoint_every",
     "precision",
@@ -88,7 +90,16 @@ def _bar_label(row: BenchmarkRow, within: list[str]) -> str:
 
 
 _HEADINGS = {"ctx": "context length", "warmup": "warm-up steps", "checkpoint_every": "blocks in a checkpointed segment"}
-_LABELS = {("compile", "on"): "compiled", ("compile", "off"): "eager", ("compile", "blocks"): "compiled blocks"}
+_LABELS = {
+    ("compile", "on"): "compiled",
+    ("compile", "off"): "eager",
+    ("compile", "blocks"): "compiled blocks",
+    ("cuda_graphs", "on"): "graphs",
+    ("cuda_graphs", "off"): "launches",
+    ("kernels", "plain"): "plain",
+    ("kernels", "loss"): "fused loss",
+    ("kernels", "fused"): "fused kernels",
+}
 
 
 def _join(parts: Sequence[str], separator: str) -> str:

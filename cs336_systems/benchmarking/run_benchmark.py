@@ -48,6 +48,9 @@ def run_benchmark(
     with refusing_bad_input():
         for flag, values in {"size": size, **parameters}.items():
             check(values != (), flag, (), "needs at least one value")
+        if watch is not None:
+            graphs = parameters.get("cuda_graphs", ())
+            check("on" not in graphs, "cuda_graphs", "on", "goes without --nvtx: ranges are marked between launches")
         given = dict(zip(_SHAPE, (d_model, d_ff, num_layers, num_heads), strict=True))
         sizes = [_size_parameters(name, vocab_size, given) for name in size]
 

@@ -1,0 +1,99 @@
+"""Steps whose forward and backward are CUDA graphs: the same training, and what can't be recorded is refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from cs336_systems.benchmarking.isolation import run_isolated
+from cs336_systems.benchmarking.model_benchmark import cell_label, measure_cell
+from cs336_systems.configs import named_cell
+from cs336_systems.workload import Workload
+
+pytestmark = pytest.mark.filterwarnings("error:The CUDA Graph is empty")
+
+
+def _cell(**parameters):
+    parameters = {"device": "cuda", "batch_size": 2, "vocab_size": 50, "cuda_graphs": "on", **parameters}
+    return named_cell("tiny", 64, **parameters)
+
+
+def _unphased(name):
+    return nullcontext()
+
+
+def _losses(cell, steps=5):
+    workload = Workload(cell)
+    losses = []
+    for _ in range(steps):
+        workload.step(_unphased)
+        losses.append(float(workload.loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"device": "cpu"}, "cuda_graphs='on': needs a GPU, and device='cpu'"),
+        ({"checkpoint_every": 2}, "cuda_graphs='on': goes without checkpoints, .*checkpoint_every=2"),
+        ({"cuda_graphs": "maybe"}, "cuda_graphs='maybe': must be one of off, on"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        _cell(**parameters)
+
+
+def test_a_cells_label_tells_of_graphs():
+    assert "graphs" in cell_label(_cell())
+    assert "graphs" not in cell_label(_cell(cuda_graphs="off"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"precision": "bf16", "attention": "flash-triton", "kernels": "loss", "compile": "blocks"},
+        {"precision": "bf16", "attention": "sdpa", "kernels": "fused", "optimizer": "adamw-fused"},
+        {"precision": "fp16", "attention": "flash-triton"},
+    ],
+    ids=lambda parameters: "-".join(parameters.values()) or "fp32",
+)
+def test_replayed_steps_train_as_launched_ones_do(parameters):
+    replayed, launched = (_losses(_cell(cuda_graphs=graphs, **parameters)) for graphs in ("on", "off"))
+    assert launched[-1] < launched[0] - 0.1  # stale weights or gradients would show
+    assert replayed == pytest.approx(launched, rel=1e-5 if not parameters else 2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sdpa", "flash-hopper"])
+@pytest.mark.parametrize("mode", ["forward", "forward-backward"])
+def test_replays_phase_by_phase(mode, attention):
+    phases = []
+
+    def phase(name):
+        phases.append(name)
+        return nullcontext()
+
+    # flash-hopper falls back to the portable kernels where it cannot run.
+    workload = Workload(_cell(mode=mode, attention=attention, precision="bf16"))
+    workload.step(phase)
+    workload.step(phase)
+    assert phases == 2 * (["forward"] if mode == "forward" else ["forward", "loss", "backward"])
+    if mode == "forward-backward":
+        first = [parameter.grad.clone() for parameter in workload.model.parameters()]
+        addresses = [parameter.grad.data_ptr() for parameter in workload.model.parameters()]
+        workload.inputs.copy_(workload.inputs.roll(1, dims=0))  # another batch, where the graph reads its own
+        workload.step(phase)
+        assert addresses == [parameter.grad.data_ptr() for parameter in workload.model.parameters()]
+        changes = [not torch.equal(a, p.grad) for a, p in zip(first, workload.model.parameters(), strict=True)]
+        assert all(changes)
+
+
+@pytest.mark.gpu
+def test_the_peak_counts_the_graphs_memory():
+    parameters = {"precision": "fp32", "warmup": 2, "steps": 2, "ctx": 1024, "batch_size": 4}
+    cells = [named_cell("small", device="cuda", cuda_graphs=graphs, **parameters) for graphs in ("on", "off")]
+    with_graphs, without = (run_isolated(measure_cell, cell).value["peak_memory_gib"] for cell in cells)
+    assert with_graphs == pytest.approx(without, rel=0.1)
