@@ -1,12 +1,17 @@
 """What the training tests share: a model that trains in milliseconds, and a text for it."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile, prepare_tokens
 from cs336_systems.training.loop import Summary, train_rank
 from cs336_systems.training.metrics import METRICS, read_metrics
+from cs336_systems.training.trainer import Trainer
 from tests.example_rows import RUN
 
 SHAPE = {"size": "custom", "d_model": 16, "d_ff": 24, "num_layers": 1, "num_heads": 2}
@@ -54,3 +59,24 @@ def lines(config: TrainConfig, kind: str) -> list[dict]:
     """The metrics' lines of a kind, without the clock's part."""
     found = [line for line in read_metrics(config.out / METRICS) if line["kind"] == kind]
     return [{name: value for name, value in line.items() if name not in ("step_ms", "tokens_per_s")} for line in found]
+
+
+def trainer_of(config: TrainConfig) -> Trainer:
+    """The config's trainer, on the CPU, before its first step."""
+    return Trainer(config, tokens_of(config), torch.device("cpu"))
+
+
+def weights_of(trainer: Trainer) -> Tensor:
+    """All parameters, one after the other."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.bare.parameters()])
+
+
+def changed_trainer(change: Callable[[Trainer], object]) -> type[Trainer]:
+    """A Trainer that `change` is applied to."""
+
+    class Changed(Trainer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            change(self)
+
+    return Changed
