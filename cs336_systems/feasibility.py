@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from cs336_systems.accounting.flops import matmul_flops_forward, num_parameters, train_step_flops
 from cs336_systems.accounting.memory import FLOAT32_BYTES
@@ -124,8 +124,13 @@ def check_memory(cells: Sequence[BenchmarkCell]) -> None:
             f"On this CPU the steps take up to {largest / GIB:.1f} of {present / GIB:.1f} GiB by formula, and about "
             f"{_in_words(seconds)} if a core does {_GFLOPS_PER_CORE:.0f} GFLOP/s. --size tiny takes seconds."
         )
-    if any(cell.compile != "off" for cell in on_cpu):
-        tell("torch.compile makes C++ for a CPU and compiles it: a minute or so before a cell's first step.")
+    tell_if_compiled_on_cpu([cell for cell in on_cpu if cell.compile != "off"])
+
+
+def tell_if_compiled_on_cpu(compiled: Sequence[Any]) -> None:
+    """Tells what torch.compile takes, where one of the `compiled` cells runs on a CPU."""
+    if any(cell.device == "cpu" for cell in compiled):
+        tell("torch.compile makes C++ for a CPU and compiles it: a minute or so before a cell is measured.")
 
 
 def ranks_bytes(config: ModelConfig, rank_peak_bytes: int, n_ranks: int = 1) -> int:

@@ -1,7 +1,8 @@
 """Time attention as the course's 2025 leaderboard does: forward and backward of o.sum(), the mean over ten seconds.
 
-Its rules are the defaults: 16 heads, length 16,384, head_dim 64, causal, bfloat16, the function wrapped in
-torch.compile, triton.testing.do_bench with warmup=1000 and rep=10000 (without CUDA, the host's clock).
+Its rules are the defaults on a GPU: 16 heads, length 16,384, head_dim 64, causal, bfloat16, the function wrapped in
+torch.compile, triton.testing.do_bench with warmup=1000 and rep=10000. Elsewhere the host's clock times length 1,024
+for a tenth of that.
 
     python scripts/leaderboard_attention.py --implementation flash-triton sdpa-flash
 
@@ -24,18 +25,18 @@ class Arguments:
     """What is measured, each in a process of its own; sdpa-* are PyTorch's backends."""
     heads: int = 16
     """Heads, in the place of a batch."""
-    length: int = 16_384
-    """Tokens, of queries and keys alike."""
+    length: int | None = None
+    """Tokens, of queries and keys alike; unless given, 16,384 on a GPU and 1,024 elsewhere."""
     head_dim: int = 64
     """Width of a head."""
     precision: Precision = "bf16"
     """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high")."""
     causal: bool = True
     """Each query sees the keys up to its own place; its operations are counted as half."""
-    warmup_ms: int = 1_000
-    """Time spent on calls before measuring."""
-    rep_ms: int = 10_000
-    """Time spent on measured calls."""
+    warmup_ms: int | None = None
+    """Time spent on calls before measuring; unless given, 1,000 on a GPU and 100 elsewhere."""
+    rep_ms: int | None = None
+    """Time spent on measured calls; unless given, 10,000 on a GPU and 1,000 elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

@@ -18,7 +18,12 @@ from cs336_systems.benchmarking.attention_peers import PEERS
 from cs336_systems.benchmarking.attention_plots import plot_attention, plot_flash
 from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_unsupported
 from cs336_systems.benchmarking.flash_benchmark import FlashRow
-from cs336_systems.benchmarking.leaderboard_attention import LeaderboardCell, LeaderboardRow, measure_leaderboard
+from cs336_systems.benchmarking.leaderboard_attention import (
+    LeaderboardCell,
+    LeaderboardRow,
+    leaderboard_cells,
+    measure_leaderboard,
+)
 from cs336_systems.records import read_results
 from tests.distributed_helpers import ROOT
 from tests.script_helpers import ScriptProcess, assert_help_needs_no_torch, wait_until
@@ -118,6 +123,7 @@ def test_the_leaderboards_timing(tmp_path, run_script):
     assert ours.tflops == pytest.approx(3.5 * 4 * 2 * 64**2 * 64 / 2 / (ours.mean_ms * 1e-3) / 1e12)
     assert (ours.precision, ours.head_dim, ours.is_causal) == ("bf16", 64, True)
     assert "| flash-pytorch" in output
+    assert "torch.compile makes C++ for a CPU" in errors
 
 
 def test_sdpa_peers_do_not_share_a_cached_graph(monkeypatch):
@@ -134,10 +140,18 @@ def test_sdpa_peers_do_not_share_a_cached_graph(monkeypatch):
 
 
 def test_the_leaderboards_rules_are_the_defaults():
-    arguments = runpy.run_path(_path("leaderboard_attention"))["Arguments"]()
-    assert (arguments.heads, arguments.length, arguments.head_dim) == (16, 16_384, 64)
-    assert (arguments.precision, arguments.causal) == ("bf16", True)
-    assert (arguments.warmup_ms, arguments.rep_ms) == (1_000, 10_000)
+    arguments = vars(runpy.run_path(_path("leaderboard_attention"))["Arguments"]())
+    parameters = {name: value for name, value in arguments.items() if name not in ("device", "out", "resume")}
+    cells = leaderboard_cells(device="cuda", **parameters)
+    assert [cell.implementation for cell in cells] == ["flash-triton", "sdpa-flash", "sdpa-cudnn", "flex"]
+    for cell in cells:
+        assert (cell.heads, cell.length, cell.head_dim) == (16, 16_384, 64)
+        assert (cell.precision, cell.is_causal) == ("bf16", True)
+        assert (cell.warmup_ms, cell.rep_ms) == (1_000, 10_000)
+    for cell in leaderboard_cells(device="cpu", **parameters):
+        assert (cell.heads, cell.length, cell.warmup_ms, cell.rep_ms) == (16, 1_024, 100, 1_000)
+    asked = leaderboard_cells(device="cpu", **parameters | {"length": 16_384, "rep_ms": 7})
+    assert [(cell.length, cell.warmup_ms, cell.rep_ms) for cell in asked] == [(16_384, 100, 7)] * 4
 
 
 def test_the_handouts_grids_are_the_defaults():

@@ -17,7 +17,11 @@ from cs336_systems.benchmarking.attention_cells import AttentionCell, check_not_
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import check
+from cs336_systems.feasibility import tell_if_compiled_on_cpu
 from cs336_systems.records import ResultsFile, Statistics
+
+# On a GPU, where the rules hold, and elsewhere.
+_SCALE = {"length": (16_384, 1_024), "warmup_ms": (1_000, 100), "rep_ms": (10_000, 1_000)}
 
 
 @dataclass(frozen=True)
@@ -91,25 +95,26 @@ def measure_leaderboard(cell: LeaderboardCell) -> dict[str, Any]:
     }
 
 
-def run_leaderboard(
-    command: str,
-    *,
-    implementation: tuple[str, ...],
-    causal: bool,
-    device: str,
-    out: Path,
-    resume: bool,
-    **settings: Any,
-) -> list[LeaderboardRow]:
-    """Measures the implementations, a process each, and leaves the files under `out`; see
-    scripts/leaderboard_attention.py."""
+def leaderboard_cells(
+    implementation: tuple[str, ...], causal: bool, device: str, **settings: Any
+) -> list[LeaderboardCell]:
+    """A cell an implementation. What is None of `_SCALE` is the leaderboard's on a GPU, and seconds' work elsewhere.
 
-    def make_cells(device: str) -> list[LeaderboardCell]:
-        check_not_empty(implementation=implementation)
-        return [
-            LeaderboardCell(implementation=name, is_causal=causal, device=device, **settings)  # ty: ignore[invalid-argument-type]
-            for name in implementation
-        ]
+    Raises ValueError for the first cell that cannot be, and for no implementation.
+    """
+    check_not_empty(implementation=implementation)
+    for name, (rule, elsewhere) in _SCALE.items():
+        if settings[name] is None:
+            settings[name] = rule if device.startswith("cuda") else elsewhere
+    return [
+        LeaderboardCell(implementation=name, is_causal=causal, device=device, **settings)  # ty: ignore[invalid-argument-type]
+        for name in implementation
+    ]
+
+
+def run_leaderboard(command: str, *, device: str, out: Path, resume: bool, **parameters: Any) -> list[LeaderboardRow]:
+    """Measures `leaderboard_cells`, a process each, and leaves the files under `out`; see
+    scripts/leaderboard_attention.py."""
 
     def sweep(cells: list[LeaderboardCell], results: ResultsFile) -> None:
         run_sweep(cells, measure_leaderboard, results, lambda cell: cell.implementation)
@@ -118,12 +123,13 @@ def run_leaderboard(
         command,
         "leaderboard_attention",
         LeaderboardRow,
-        make_cells,
+        lambda device: leaderboard_cells(device=device, **parameters),
         sweep,
         write_leaderboard_files,
         device=device,
         out=out,
         resume=resume,
+        check_cells=tell_if_compiled_on_cpu,
     )
 
 
