@@ -18,7 +18,7 @@ from cs336_systems.attention import implementations
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, cell_label, table_columns
 from cs336_systems.configs import named_cell
 from cs336_systems.kernels.adamw import FusedAdamW
-from cs336_systems.kernels.fused_model import FusedTransformerLM, use_fused_kernels
+from cs336_systems.kernels.fused_model import FusedTransformerLM, recompute_elementwise, use_fused_kernels
 from cs336_systems.records import Unsupported, read_results
 from cs336_systems.training.loop import train_rank
 from cs336_systems.training.run import check_run
@@ -72,6 +72,20 @@ def test_logits_loss_and_gradients_are_the_plain_models(models, device):
     expected_gradients = gradients(expected_loss, plain)
     assert_equal_gradients(gradients(loss, fused), expected_gradients)
     assert_equal_gradients(gradients(cross_entropy(logits, targets), fused), expected_gradients)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_blocks_make_again_is_what_they_made(models, device, autocast):
+    _, fused = models
+    inputs, targets = draw(device)
+    results = []
+    for recomputes in (False, True):
+        if recomputes:
+            recompute_elementwise(fused.layers[0])
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            loss = fused(inputs, targets)
+        results.append([loss, *gradients(loss, fused)])
+    assert all(map(torch.equal, *results))
 
 
 def test_only_the_loss(models, device):

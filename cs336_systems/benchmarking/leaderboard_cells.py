@@ -19,8 +19,9 @@ class LeaderboardCell(RankCell):
     `fused` is this project's: fused kernels, FlashAttention, FSDP, AdamW in one launch, and checkpoints that keep
     attention's output. `torch` is PyTorch's: FSDP2 by block, SDPA, compiled blocks, cross-entropy over checkpointed
     chunks of tokens, fused AdamW, and plain checkpoints. `precision` is that of parameters, gradients and AdamW's
-    moments, bf16 or fp32, and there is no autocast. The last `kept_blocks` blocks are not checkpointed. `predicted_gib`
-    is the peak by accounting/memory_plan.py (of fused only), which might use `memory_gib`.
+    moments, bf16 or fp32, and there is no autocast. The last `kept_blocks` blocks are not checkpointed; those of
+    `fused` make again what elementwise kernels return, and keep the rest. `predicted_gib` is the peak by
+    accounting/memory_plan.py (of fused only), which might use `memory_gib`.
     """
 
     implementation: Implementation = "fused"
@@ -43,7 +44,8 @@ class LeaderboardCell(RankCell):
     def rank_peak_bytes(self) -> int:
         """The most that a rank holds in a step, by the plan's formula; `torch`, for which there is none, holds more."""
         shape = self.model_config(), self.batch_size * self.ctx, self.world_size
-        return predict_memory(*shape, self.kept_blocks, precision=self.precision).peak_bytes
+        recomputes = self.implementation == "fused"
+        return predict_memory(*shape, self.kept_blocks, precision=self.precision, recomputes=recomputes).peak_bytes
 
 
 @dataclass(frozen=True)

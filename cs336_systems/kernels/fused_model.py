@@ -7,11 +7,13 @@ were, so that a state dict goes from a plain model to a fused one and back.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_basics.model import BasicsTransformerLM, RMSNorm, SwiGLU, TransformerBlock
 from cs336_basics.rotary import RotaryEmbedding
@@ -20,6 +22,7 @@ from cs336_systems.kernels.rms_norm import add_rms_norm, rms_norm
 from cs336_systems.kernels.rope import rope
 from cs336_systems.kernels.support import autocast_dtype
 from cs336_systems.kernels.swiglu import silu_multiply
+from cs336_systems.recomputation import made_again
 
 
 class FusedRMSNorm(RMSNorm):
@@ -35,10 +38,18 @@ class FusedRMSNorm(RMSNorm):
 
 
 class FusedSwiGLU(SwiGLU):
-    """`SwiGLU` with one kernel between its matrix products."""
+    """`SwiGLU` with one kernel between its matrix products; with `recomputes` backward runs that kernel again, and the
+    last product's input is not kept."""
+
+    recomputes = False
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        return self.w2(silu_multiply(self.w1(x), self.w3(x)))
+        a, b = self.w1(x), self.w3(x)
+        hidden = silu_multiply(a, b)
+        if not self.recomputes:
+            return self.w2(hidden)
+        with made_again(hidden, partial(silu_multiply, a.detach(), b.detach())):
+            return self.w2(hidden)
 
 
 class FusedRotaryEmbedding(RotaryEmbedding):
@@ -59,11 +70,23 @@ class FusedRotaryEmbedding(RotaryEmbedding):
 
 
 class FusedTransformerBlock(TransformerBlock):
-    """`TransformerBlock` whose first addition is part of the second norm."""
+    """`TransformerBlock` whose first addition is part of the second norm. With `recomputes` backward norms again, and
+    what the norms return is not kept."""
+
+    recomputes = False
 
     def forward(self, x: Float[Tensor, "*batch seq d_model"]) -> Float[Tensor, "*batch seq d_model"]:
-        normed, x = self.ln2(self.attn(self.ln1(x)), residual=x)
-        return x + self.ffn(normed)
+        normed = self.ln1(x)
+        with self._made_again(normed, self.ln1, x):
+            attended = self.attn(normed)
+        normed, x = self.ln2(attended, residual=x)
+        with self._made_again(normed, self.ln2, x):
+            return x + self.ffn(normed)
+
+    def _made_again(self, normed: Tensor, norm: RMSNorm, x: Tensor) -> AbstractContextManager[None]:
+        if not self.recomputes:
+            return nullcontext()
+        return made_again(normed, partial(rms_norm, x.detach(), norm.weight.detach(), norm.eps, normed.dtype))
 
 
 class FusedTransformerLM(BasicsTransformerLM):
@@ -94,6 +117,15 @@ _FUSED: dict[type, type] = {
     TransformerBlock: FusedTransformerBlock,
     BasicsTransformerLM: FusedTransformerLM,
 }
+
+
+def recompute_elementwise(block: nn.Module) -> None:
+    """Have a `FusedTransformerBlock` keep for backward only what its matrix products and attention return, and its input: what the norms
+    and SwiGLU's activation make of that is made again, by one kernel each, which takes a few hundredths of the time
+    that running the whole block again takes. Not for a block in a checkpointed segment, nor for a compiled one."""
+    for module in block.modules():
+        if isinstance(module, (FusedTransformerBlock, FusedSwiGLU)):
+            module.recomputes = True
 
 
 def use_fused_kernels(model: BasicsTransformerLM, only_loss: bool = False) -> FusedTransformerLM:
