@@ -1,5 +1,5 @@
 """Ctrl-C and SIGTERM while processes are started or files replaced: answered after it, by this process and not by those
-it starts."""
+it starts; what these leave behind when they are ended."""
 
 from __future__ import annotations
 
@@ -77,3 +77,12 @@ def leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def leave_no_semaphore() -> None:
+    """In a process just started, which a signal may end: its progress bars, and the one that torch.compile makes and
+    never shows, get a lock of threads. tqdm's own is a semaphore, of which the end of a process that cannot give it
+    back makes a warning at the end of the program; and no other process could hold that lock."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())

@@ -1,17 +1,21 @@
 """A process a cell: what a child may do to itself, and what the parent then says."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from cs336_systems.benchmarking import isolation
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
+from cs336_systems.distributed.spawn import spawn_processes
 from cs336_systems.records import NotWritten, Unsupported
 from tests.script_helpers import is_running, wait_until
 
@@ -54,6 +58,25 @@ def _raise():
 
 def _crash():
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _left_by_a_progress_bar(index=0):
+    """What the resource tracker is told of as a bar is made, as torch.compile makes one; and as a lock is."""
+    register, registered = resource_tracker.register, []
+    resource_tracker.register = lambda name, kind: (registered.append(kind), register(name, kind))
+    tqdm([], disable=True)
+    of_the_bar = list(registered)
+    multiprocessing.RLock()
+    return of_the_bar, registered
+
+
+@pytest.mark.parametrize(
+    "run",
+    [lambda function: run_isolated(function).value, lambda function: spawn_processes(function, (), 1)[0]],
+    ids=["isolated", "rank"],
+)
+def test_a_process_that_is_ended_leaves_no_semaphore_of_its_progress_bars(run):
+    assert run(_left_by_a_progress_bar) == ([], ["semaphore"])
 
 
 def test_a_result_comes_back_from_another_process():

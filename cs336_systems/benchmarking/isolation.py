@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cs336_systems.records import NotWritten, Unsupported
-from cs336_systems.signals import leave_interrupts_to_parent, starting_processes
+from cs336_systems.signals import leave_interrupts_to_parent, leave_no_semaphore, starting_processes
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
 _PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
@@ -118,6 +118,7 @@ def _child(
     os.environ.update(environment)
     try:
         threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+        leave_no_semaphore()
         message = ("ok", function(*args))
     except Unsupported as error:
         message = ("unsupported", str(error))

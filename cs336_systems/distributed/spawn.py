@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cs336_systems.signals import leave_interrupts_to_parent, starting_processes
+from cs336_systems.signals import leave_interrupts_to_parent, leave_no_semaphore, starting_processes
 
 # After the first failure, the time in which other ranks may report theirs: a rank whose peer was killed often raises
 # "connection closed" before the death of that peer is seen, and the error should name the cause.
@@ -236,6 +236,7 @@ def _child(sender: Connection, environment: dict[str, str], index: int, call: by
     faulthandler.enable()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
+        leave_no_semaphore()
         function, args = pickle.loads(call)
         sender.send_bytes(pickle.dumps(_Report(value=function(index, *args))))
     except BaseException as error:  # SystemExit too: a rank that leaves early fails the run
