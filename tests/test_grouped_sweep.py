@@ -74,6 +74,13 @@ def test_a_group_shares_a_process_and_goes_on_after_each_kind_of_failure(tmp_pat
     assert [(row.name, row.status) for row in resumed[len(kept) :]] == [("killed", "killed")] * 2 + [("d", "ok")]
 
 
+def test_a_resumed_sweep_says_that_nothing_is_left(tmp_path, capsys):
+    _sweep(tmp_path, ["x a"])
+    assert "Nothing is left" not in capsys.readouterr().err
+    _sweep(tmp_path, ["x a"], resume=True)
+    assert f"Nothing is left to measure: every cell has its row in {tmp_path}/bench.json." in capsys.readouterr().err
+
+
 def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a mistake"):
         _sweep(tmp_path, ["x a", "x mistake", "x b"])

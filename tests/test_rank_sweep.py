@@ -219,7 +219,12 @@ def test_a_run_resumes_only_its_own_workload(ranks: Ranks, run_script: Callable[
         assert message in errors
     # Strong scaling: half of the eight on each of two, all on one.
     more = ["--ctx", 8, "--processes", 1, "--batch-size", 8, "--resume"]
-    assert run_script("fsdp_benchmark", *arguments, *more)[0] == 0
+    status, _, errors = run_script("fsdp_benchmark", *arguments, *more)
+    assert status == 0
+    assert "Nothing is left" not in errors
+    status, _, errors = run_script("fsdp_benchmark", *arguments, *more)
+    assert status == 0
+    assert f"Nothing is left to measure: every cell has its row in {tmp_path}/fsdp.json." in errors
     (tmp_path / "fsdp_timelines.json").write_text("[1]")
     status, _, errors = run_script("fsdp_benchmark", *arguments, *more)
     assert status == 2

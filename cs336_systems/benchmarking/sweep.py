@@ -46,8 +46,6 @@ def run_sweep(
         OSError: a row could not be written; the rows before it are on disk.
     """
     to_measure = unmeasured(cells, results)
-    if not to_measure:
-        tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))
@@ -62,6 +60,8 @@ def run_sweep(
 def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
     """The cells of which `results` has no row, or the row of a process that was killed, for which there may have been a
     passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is.
+
+    Tells where there are none, so that a resumed run does not end without a word of why.
     """
 
     def is_tried_again(row: Any) -> bool:
@@ -69,7 +69,10 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
 
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
-    return [cell for cell in cells if not any(is_row_of(row, cell) for row in results.rows)]
+    left = [cell for cell in cells if not any(is_row_of(row, cell) for row in results.rows)]
+    if not left:
+        tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
+    return left
 
 
 def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, Any]) -> Any:
