@@ -87,12 +87,13 @@ def _limit_files(root: Path) -> list[Path]:
 def memory_shortage(cell: BenchmarkCell) -> str:
     """By formula, that a step of the cell takes more memory than a machine has on whose CPU it is to run; else ""."""
     what = f"a {cell.mode} of batch {cell.batch_size} and context {cell.ctx}"
-    return shortage(cell.device, what, _peak_bytes(cell), _ranks_here(cell))
+    also = ", fewer --kept-blocks or a smaller --memory-gib" if getattr(cell, "kept_blocks", 0) else ""
+    return shortage(cell.device, what, _peak_bytes(cell), _ranks_here(cell), also)
 
 
-def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1) -> str:
-    """That `what`, on `n_ranks` ranks of this machine, takes more memory in all than it has; "" on another device than
-    the CPU, and where it fits."""
+def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1, also: str = "") -> str:
+    """That `what`, on `n_ranks` ranks of this machine, takes more memory in all than it has, and what would take less,
+    among it `also`; "" on another device than the CPU, and where it fits."""
     present = machine_memory_bytes()
     if device != "cpu" or needed_bytes <= present:
         return ""
@@ -101,21 +102,22 @@ def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1) -> s
         gib, fewer = f"on each of {n_ranks} ranks {gib} in all", ", fewer --processes"
     return (
         f"{what} {gib} by formula, and this machine has {present / GIB:.1f}; take a smaller --size, --ctx or "
-        f"--batch-size{fewer}, or a GPU"
+        f"--batch-size{fewer}{also}, or a GPU"
     )
 
 
-def check_memory(cells: Sequence[BenchmarkCell]) -> None:
+def check_memory(cells: Sequence[BenchmarkCell], for_a_look: str = "") -> None:
     """Tells what a run on a CPU takes, where that is minutes or most of the memory.
 
     Raises:
-        ValueError: not one of the cells fits into the machine's memory; names the size of the smallest.
+        ValueError: not one of the cells fits into the machine's memory; names the size of the smallest, and the options
+            that are given as those that fit.
     """
     if not cells:
         return
     smallest = min(cells, key=_peak_bytes)
     problem = memory_shortage(smallest)
-    check(not problem, "size", smallest.size, problem)
+    check(not problem, "size", smallest.size, problem + (f". For a look: {for_a_look}" if for_a_look else ""))
     on_cpu = [cell for cell in cells if cell.device == "cpu" and not memory_shortage(cell)]
     seconds = sum((cell.warmup + cell.steps) * _step_flops(cell) for cell in on_cpu) / _flops_per_s()
     largest, present = max(map(_peak_bytes, on_cpu), default=0), machine_memory_bytes()

@@ -265,4 +265,15 @@ def test_fused_kernels_need_triton(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run_module, "why_kernels_not", lambda name, device: "no Triton here")
     with pytest.raises(SystemExit):
         run_for_8b(tmp_path)
-    assert "--implementation fused: no Triton here" in capsys.readouterr().err
+    for_a_look = f"For a look: {run_module.ON_A_CPU}\n"
+    assert capsys.readouterr().err == f"error: --implementation fused: no Triton here. {for_a_look}"
+
+
+def test_what_does_not_fit_names_the_options_that_help(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(feasibility, "machine_memory_bytes", lambda: 24 * 2**30)
+    for kept_blocks, helps in (((3,), ", fewer --kept-blocks or a smaller --memory-gib"), ((0,), "")):
+        with pytest.raises(SystemExit):
+            run_for_8b(tmp_path, kept_blocks=kept_blocks, implementation=("torch",))
+        error = capsys.readouterr().err
+        assert error.startswith("error: --size 8b: a train-step of batch 1 and context 32768 on each of 2 ranks takes ")
+        assert error.endswith(f"fewer --processes{helps}, or a GPU. For a look: {run_module.ON_A_CPU}\n")
