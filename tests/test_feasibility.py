@@ -110,8 +110,12 @@ def test_of_a_job_on_several_nodes_a_nodes_ranks_count(monkeypatch):
 def test_the_leaderboards_step_asks_its_plan(monkeypatch):
     shape = asdict(named_cell("small", 32, batch_size=1))
     cell = LeaderboardCell(**shape, world_size=2, implementation="torch", kept_blocks=12)
-    plan = predict_memory(MODEL_SIZES["small"], 32, 2, 12, precision="fp32")
+    fused, plan = (
+        predict_memory(MODEL_SIZES["small"], 32, 2, 12, precision="fp32", recomputes=recomputes)
+        for recomputes in (True, False)
+    )
     assert cell.rank_peak_bytes() == plan.peak_bytes
+    assert replace(cell, implementation="fused").rank_peak_bytes() == fused.peak_bytes != plan.peak_bytes
     limit(monkeypatch, 2 * plan.peak_bytes / GIB)
     assert memory_shortage(cell) == ""
     assert memory_shortage(replace(cell, batch_size=2))
