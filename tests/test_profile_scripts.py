@@ -194,6 +194,18 @@ def test_resuming_takes_the_sqlite_of_a_report_that_is_gone(nsys: Path, tmp_path
     assert [row.status for row in read_results(out / "steps.json", StepRow)[1]] == ["ok"]
 
 
+def test_resuming_makes_the_sqlite_of_a_younger_report_anew_and_captures_nothing(nsys: Path, tmp_path: Path) -> None:
+    _run_nsys(nsys, tmp_path / "out")
+    report = tmp_path / "out" / "small-ctx128-train-step-fp32" / "report.nsys-rep"
+    (sqlite := report.with_suffix(".sqlite")).write_bytes(b"of an earlier report")
+    os.utime(sqlite, (0, 0))
+    (nsys / "calls").unlink()
+    _run_nsys(nsys, tmp_path / "out", resume=True)
+    (call,) = (nsys / "calls").read_text().splitlines()
+    assert call.startswith("export --type=sqlite")
+    assert sqlite.read_bytes() == (nsys / "made.sqlite").read_bytes()
+
+
 def test_an_earlier_reports_sqlite_does_not_outlive_it(nsys: Path, tmp_path: Path) -> None:
     """Or `--resume` would take it for the report that was asked for last."""
     _run_nsys(nsys, tmp_path / "out")

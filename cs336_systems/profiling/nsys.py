@@ -108,10 +108,16 @@ def capture(nsys: Sequence[str], report: Path, command: Sequence[str]) -> None:
         )
 
 
+def is_captured(report: Path) -> bool:
+    """Whether there is a whole report: its SQLite was made, which comes after it, and `capture` removes both first. The
+    report itself may be gone, or, as copies of files may be, younger than what was made of it."""
+    return report.with_suffix(".sqlite").exists()
+
+
 def exported(report: Path) -> Path | None:
-    """The SQLite beside a report, if there is one and it is not older; the report itself may be gone."""
+    """The SQLite of a report that `is_captured`, if it is not older than the report: what is older is made anew."""
     sqlite = report.with_suffix(".sqlite")
-    if not sqlite.exists() or (report.exists() and sqlite.stat().st_mtime < report.stat().st_mtime):
+    if not is_captured(report) or (report.exists() and sqlite.stat().st_mtime < report.stat().st_mtime):
         return None
     return sqlite
 

@@ -20,6 +20,7 @@ from cs336_systems.profiling.nsys import (
     export_command,
     export_sqlite,
     find_nsys,
+    is_captured,
     profile_command,
     run,
 )
@@ -76,8 +77,8 @@ def run_nsys(
         if unprofiled:
             run(benchmark_command(cells, out / UNPROFILED, nvtx=False, resume=resume))
         for cell in cells:
-            report = out / cell_name(cell) / "report.nsys-rep"
-            if not (resume and _is_kept(report.parent)):
+            report = _report(out, cell)
+            if not (resume and is_captured(report)):
                 report.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     capture(program, report, benchmark_command([cell], report.parent, nvtx=True))
@@ -96,15 +97,15 @@ def run_nsys(
     run_analysis(command, reports=[out], benchmark=None, out=out, top=top, nsys=nsys)
 
 
-def _is_kept(folder: Path) -> bool:
-    return (folder / "report.sqlite").exists()
+def _report(out: Path, cell: BenchmarkCell) -> Path:
+    return out / cell_name(cell) / "report.nsys-rep"
 
 
 def _check_kept(out: Path, cell: BenchmarkCell) -> None:
     """Raises ValueError where what there is of a cell is of another workload: its folder's name says not all of it."""
-    folder = out / cell_name(cell)
-    kept: list[tuple[Path, dict[str, Any]]] = []
-    if _is_kept(folder):
+    report = _report(out, cell)
+    folder, kept = report.parent, []
+    if is_captured(report):
         kept += [(folder, row) for row in rows_beside(folder)[-1:]]
     if timed := row_of(rows_beside(out / UNPROFILED), asdict(cell)):
         kept.append((out / UNPROFILED, timed))
@@ -120,7 +121,7 @@ def commands(cells: Sequence[BenchmarkCell], nsys: Sequence[str], out: Path, unp
     """What `run_nsys` runs, in order, for a person to run by hand (it exports to another name, and renames)."""
     listed = [benchmark_command(cells, out / UNPROFILED, nvtx=False)] if unprofiled else []
     for cell in cells:
-        report = out / cell_name(cell) / "report.nsys-rep"
+        report = _report(out, cell)
         listed.append(profile_command(nsys, report, benchmark_command([cell], report.parent, nvtx=True)))
         listed.append(export_command(nsys, report, report.with_suffix(".sqlite")))
     return listed
