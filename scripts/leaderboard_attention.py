@@ -34,9 +34,9 @@ class Arguments:
     causal: bool = True
     """Each query sees the keys up to its own place; its operations are counted as half."""
     warmup_ms: int | None = None
-    """Time spent on calls before measuring; unless given, 1,000 on a GPU and 100 elsewhere."""
+    """Time spent on calls before measuring, unless given 1,000 on a GPU and 100 elsewhere."""
     rep_ms: int | None = None
-    """Time spent on measured calls; unless given, 10,000 on a GPU and 1,000 elsewhere."""
+    """Time spent on measured calls, unless given 10,000 on a GPU and 1,000 elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0
