@@ -37,12 +37,12 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
 
 
 def _in_a_line(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Ctrl-C where nothing has been measured yet, and a file that cannot be written (a full disk), are a line; any
-    other error that nobody caught keeps its traceback."""
+    """Ctrl-C where nothing has been measured yet is a line, and so is an error with the attribute `in_a_line`, which
+    has it; any other error that nobody caught keeps its traceback."""
     if issubclass(kind, KeyboardInterrupt):
         tell("\nInterrupted.")
-    elif isinstance(error, OSError) and kind.__name__ == "NotWritten":  # of records.py, which imports more than this
-        tell(f"\nerror: cannot write {error.filename}: {error.strerror}. Make room, and run it again.")
+    elif line := getattr(error, "in_a_line", ""):
+        tell(f"\nerror: {line}")
     else:
         sys.__excepthook__(kind, error, traceback)
 

@@ -30,6 +30,11 @@ class Unsupported(Exception):
 class NotWritten(OSError):
     """One of our own files could not be written, as where the disk is full: not what a measurement itself raises."""
 
+    @property
+    def in_a_line(self) -> str:
+        """What a script that does not catch it says."""
+        return f"cannot write {self.filename}: {self.strerror}. Make room, and run it again."
+
 
 @dataclass(frozen=True)
 class Statistics:
