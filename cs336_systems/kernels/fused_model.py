@@ -120,9 +120,9 @@ _FUSED: dict[type, type] = {
 
 
 def recompute_elementwise(block: nn.Module) -> None:
-    """Have a `FusedTransformerBlock` keep for backward only what its matrix products and attention return, and its input: what the norms
-    and SwiGLU's activation make of that is made again, by one kernel each, which takes a few hundredths of the time
-    that running the whole block again takes. Not for a block in a checkpointed segment, nor for a compiled one."""
+    """Have a `FusedTransformerBlock` keep for backward only its input and what matrix products and attention return.
+    What the norms and SwiGLU's activation make of that is made again, by one kernel each: a few hundredths of the time
+    that the whole block takes. Not for a block in a checkpointed segment, nor for a compiled one."""
     for module in block.modules():
         if isinstance(module, (FusedTransformerBlock, FusedSwiGLU)):
             module.recomputes = True
