@@ -36,7 +36,8 @@ class Arguments:
     precision: Literal["bf16", "fp32"] = "bf16"
     """Dtype of parameters, gradients and AdamW's moments."""
     memory_gib: float | None = None
-    """What the plan may use of each card. Default: 95% of it; on a CPU everything is kept."""
+    """What the plan may use of each card. Default: 95% of what other processes leave of it; on a CPU everything is
+    kept."""
     kept_blocks: tuple[int, ...] = ()
     """Numbers of blocks that keep all that backward needs, in the plan's place, and for both implementations."""
     max_ctas: tuple[int, ...] = (0,)

@@ -1,6 +1,7 @@
 """The leaderboard's step on two gloo ranks against the plain model in float32, and its command line."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,10 +222,42 @@ def test_numbers_of_blocks_take_the_plans_place(swept, tmp_path, capsys):
 
 
 def test_the_whole_card_is_not_the_plans(swept, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "_card", lambda device: (139.8, "flash-hopper"))
+    monkeypatch.setattr(run_module, "_card", lambda device, n_cards: (139.8, "flash-hopper"))
     run_for_8b(tmp_path, memory_gib=None)
     assert swept[0].memory_gib == pytest.approx(0.95 * 139.8)
     assert swept[0].attention == "flash-hopper"
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "n_cards", "left_gib"),
+    [((139.2, 139.1), 2, 139.8), ((139.2, 9.0), 2, 10.0), ((30.5, 139.1), 1, 31.5), ((30.5, 139.1), 0, 139.8)],
+)
+def test_what_other_processes_hold_is_not_the_plans(monkeypatch, capsys, free_gib, n_cards, left_gib):
+    memory = [(int(gib * 2**30), int(139.8 * 2**30)) for gib in free_gib]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory.__getitem__)
+    card = SimpleNamespace(total_memory=memory[0][1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(run_module, "why_not", lambda name, device: None)
+    monkeypatch.setattr(run_module, "run_isolated", lambda ask, n: Outcome("ok", value=ask(n)))
+    assert run_module._card("cuda", n_cards) == (left_gib, "flash-hopper")
+    told = f"Other processes hold {139.8 - left_gib:.1f} of the card's 139.8 GiB" if left_gib < 139.8 else ""
+    assert capsys.readouterr().err == (f"{told}: the plan leaves it.\n" if told else "")
+
+
+@pytest.mark.parametrize(("rank", "n_asked"), [(0, 1), (1, 0)])
+def test_of_launched_ranks_only_rank_0_asks_its_card(monkeypatch, rank, n_asked):
+    asked = []
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(run_module, "_ask_card", lambda n: asked.append(n) or (139.8, 139.8, "flash-triton"))
+    assert run_module._card("cuda", 2) == (139.8, "flash-triton")
+    assert asked == [n_asked]
+
+
+def test_a_card_that_cannot_be_asked_is_refused(monkeypatch):
+    monkeypatch.setattr(run_module, "run_isolated", lambda *_: Outcome("oom", reason="CUDA out of memory"))
+    with pytest.raises(ValueError, match=r"device='cuda': cannot be looked at \(CUDA out of memory\)"):
+        run_module._card("cuda", 2)
 
 
 def test_rows_are_kept_for_a_run_of_the_same_workload(swept, tmp_path, capsys):

@@ -31,15 +31,17 @@ from cs336_systems.benchmarking.rank_sweep import (
     world_sizes,
 )
 from cs336_systems.benchmarking.report_rows import why_not_measured
-from cs336_systems.cli import refusing_bad_input, show
+from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
-from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launcher
+from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launched_rank, launcher
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
 from cs336_systems.workload import why_kernels_not
 
 # Of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding.
 USED_SHARE = 0.95
+# At most what the process that asks for a card's free memory takes of it by asking.
+_ASKING_BYTES = 2**30
 # What a CPU does in seconds.
 ON_A_CPU = "--size tiny --ctx 16 --precision fp32 --implementation torch"
 # PyTorch's parts hold more than the formula, which is for this project's: 112 GiB where it says 105.7 (17 of 8b's 34
@@ -113,7 +115,7 @@ def run_leaderboard_step(
             runs = f"On {device} this runs: torch" if device != "cpu" else f"For a look: {ON_A_CPU}"
             check(missing is None, "implementation", "fused", f"{missing}. {runs}")
         check(memory_gib is None or memory_gib > 0, "memory_gib", memory_gib, "must be above 0")
-        card_gib, attention = _card(device)
+        card_gib, attention = _card(device, max(ranks))
         memory_gib = memory_gib or (card_gib and USED_SHARE * card_gib)
         plans = [
             (replace(base, implementation=name, world_size=n), plan)
@@ -172,17 +174,30 @@ def _parts(implementation: str, attention: str, device: str) -> dict[str, Any]:
     return {"implementation": "torch", "attention": "sdpa", "optimizer": "adamw-fused", "compile": compiled}
 
 
-def _card(device: str) -> tuple[float | None, str]:
-    """GiB of the card, None for a CPU, and the fastest attention there. Asked in a process of its own, unless this is a
-    launched rank: a parent must leave the cards to its ranks."""
+def _card(device: str, n_cards: int) -> tuple[float | None, str]:
+    """GiB of the card, or of the fullest of `n_cards`, that no other process holds, None for a CPU; and the fastest
+    attention there. Asked in a process of its own, as a parent must leave the cards to its ranks, unless this is a
+    launched rank: then of rank 0's card, and by rank 0, whose plan is every rank's."""
     if device == "cpu":
         return None, "flash-pytorch"
-    return _ask_card() if launcher() is not None else run_isolated(_ask_card).value
+    if launcher() is None:
+        outcome = run_isolated(_ask_card, n_cards)
+        check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
+        total_gib, left_gib, attention = outcome.value
+    else:
+        total_gib, left_gib, attention = _ask_card(1 if launched_rank() == 0 else 0)
+    if left_gib < total_gib:
+        tell(f"Other processes hold {total_gib - left_gib:.1f} of the card's {total_gib:.1f} GiB: the plan leaves it.")
+    return left_gib, attention
 
 
-def _ask_card() -> tuple[float, str]:
-    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return round(gib, 1), next(name for name in ("flash-hopper", "flash-triton") if why_not(name, "cuda") is None)
+def _ask_card(n_cards: int) -> tuple[float, float, str]:
+    """GiB of a card, those that other processes leave of the fullest of the first `n_cards` (on which this one is then,
+    too), and the fastest attention."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    free = [torch.cuda.mem_get_info(index)[0] + _ASKING_BYTES for index in range(n_cards)]
+    attention = next(name for name in ("flash-hopper", "flash-triton") if why_not(name, "cuda") is None)
+    return round(total / 2**30, 1), round(min([total, *free]) / 2**30, 1), attention
 
 
 def _plan_table(cell: LeaderboardCell, plan: MemoryPlan) -> str:
