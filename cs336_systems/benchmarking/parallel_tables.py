@@ -147,7 +147,7 @@ def of_memory(files: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace(".json", "_memory.json") for name in files)
 
 
-SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("fp32", "bf16")}
+SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("fp32", "bf16", "nccl_options")}
 
 PARALLEL_BLOCKS: dict[str, Block] = {
     "all-reduce": Table(_all_reduce, (ALL_REDUCE,)),

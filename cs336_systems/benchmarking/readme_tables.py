@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.benchmarking.fused_tables import FUSED_BLOCKS
 from cs336_systems.benchmarking.kernel_tables import KERNEL_BLOCKS
 from cs336_systems.benchmarking.parallel_tables import PARALLEL_BLOCKS, Block
 from cs336_systems.benchmarking.profile_tables import PROFILE_BLOCKS
@@ -201,6 +202,7 @@ BLOCKS: dict[str, Block] = {
     "warmup-at-256": Table(_warmup_at_256),
     "leaderboard": Table(_leaderboard, (LEADERBOARD,)),
     "flash-kernels": BY_LENGTH["kernels"],
+    **FUSED_BLOCKS,
     **KERNEL_BLOCKS,
     **PARALLEL_BLOCKS,
     **PROFILE_BLOCKS,

@@ -121,8 +121,13 @@ def _answer_step(results: Path) -> list[Sentence | None]:
                 "again but for attention, and AdamW {optimizer} ms.", forward=ours.forward_ms,
                 backward=ours.backward_ms, n=ours.num_layers - ours.kept_blocks, all=ours.num_layers,
                 optimizer=ours.optimizer_ms),
+            say("The others make again what elementwise kernels return, and keep the rest.")
+            if ours.kept_blocks else None,
             say("At its peak a rank holds {gib} GiB, and the plan said {predicted}.", gib=ours.peak_memory_gib,
                 predicted=ours.predicted_gib),
+            *(say("With {n} of {all} blocks kept it takes {ms} ms and {gib} GiB.", n=row.kept_blocks,
+                  all=row.num_layers, ms=row.step_median_ms, gib=row.peak_memory_gib)
+              for row in rows if row.ok and row.implementation == "fused" and row is not ours),
         ]  # fmt: skip
     if theirs is not None:
         answers.append(

@@ -13,7 +13,8 @@ from cs336_systems.benchmarking.profile_tables import (
     PRECISIONS,
     PROFILE_BLOCKS,
 )
-from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order, two_ways
+from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order
+from cs336_systems.benchmarking.report_fused import FUSED_PARTS
 from cs336_systems.benchmarking.report_parts import Answer, Item, Part
 from cs336_systems.benchmarking.report_rows import (
     Sentence,
@@ -232,7 +233,6 @@ def _fixed(loss: float | None, signed: bool = False) -> str | None:
 
 
 ACCUMULATION, DTYPES, LAYER_NORM = (f"mixed_precision/{name}.json" for name in ("accumulation", "dtypes", "layer_norm"))
-FUSED = "benchmark/kernels/benchmark.json"
 
 BENCHMARK_ITEM = Item(
     1,
@@ -240,7 +240,7 @@ BENCHMARK_ITEM = Item(
     ("benchmarking_script",),
     "how long do the forward pass, the backward pass and the optimizer step of each size take, on average and "
     "with what deviation; what does leaving out warm-up steps change; what do torch.compile, bfloat16 and (beyond "
-    "the assignment) fused kernels bring?",
+    "the assignment) FlashAttention, fused kernels and CUDA graphs bring?",
     (
         Part(
             "Sizes, contexts and precisions",
@@ -267,14 +267,7 @@ BENCHMARK_ITEM = Item(
             (),
             _answer_two_ways(COMPILE, "compile", "off", "on", "Compiled,"),
         ),
-        Part(
-            "Fused kernels",
-            "benchmark/kernels",
-            (FUSED,),
-            (two_ways(FUSED, "kernels", {"plain": "plain", "fused": "fused"}),),
-            (),
-            _answer_two_ways(FUSED, "kernels", "plain", "fused", "With fused kernels"),
-        ),
+        *FUSED_PARTS,
     ),
 )
 

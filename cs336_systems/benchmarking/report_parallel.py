@@ -121,6 +121,18 @@ def _scheme_part(folder: str, title: str) -> Part:
     return Part(title, f"ddp/{folder}", table.files, (table.make,), pictures, _answer_schemes(folder))
 
 
+def _answer_options(results: Path) -> list[Sentence | None]:
+    """What it does to a scheme's step to give NCCL fewer multiprocessors."""
+    rows = [row for row in read_rows(results / SCHEMES["nccl_options"].files[0])[0] if row.ok]
+    free = {row.implementation: row for row in rows if row.max_ctas is None}
+    return [
+        say("`{name}` with at most {n} CTAs takes {ms} ms, and {free} ms with as many as NCCL likes.",
+            name=row.implementation, n=row.max_ctas, ms=row.step_median_ms,
+            free=free[row.implementation].step_median_ms)
+        for row in rows if row.max_ctas is not None and row.implementation in free
+    ]  # fmt: skip
+
+
 # ---- 10, 11: sharding ------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +265,9 @@ ITEMS = (
         (
             _scheme_part("fp32", "In fp32"),
             _scheme_part("bf16", "In bf16"),
+            Part(
+                "NCCL's CTAs", None, SCHEMES["nccl_options"].files, (SCHEMES["nccl_options"].make,), (), _answer_options
+            ),
         ),
     ),
     Item(

@@ -17,6 +17,7 @@ MACHINES: tuple[str, ...] = get_args(Machine)
 
 _SIZES = "--size small medium large xl 2.7b"
 _XL = "--size xl --ctx 512"
+_FUSED = "--size large 2.7b --ctx 1024 --precision bf16"
 _TINY_RANKS = "--device cpu --size tiny --ctx 64 --batch-size 2 --warmup 1 --steps 3"
 _QUICK = "--rep-ms 20 --warmup-ms 5 --max-call-ms 200"
 _KERNELS = "--implementation flash-triton flash-hopper sdpa-flash sdpa-cudnn"
@@ -96,9 +97,20 @@ STEPS: tuple[Step, ...] = (
     Step("benchmark/compile", "benchmark", "benchmark",
          gpu=(f"{_SIZES} --ctx 256 --precision fp32 bf16 --compile off on",), cpu=None,
          seconds=_guess(gpu=900)),
+    Step("model_attention", "benchmark", "benchmark",
+         gpu=(f"{_SIZES} --ctx 1024 --precision bf16 --attention naive sdpa flash-triton --compile off blocks",),
+         cpu=("--device cpu --size tiny --ctx 128 --attention naive sdpa flash-pytorch --warmup 2 --steps 5",),
+         seconds=_guess(cpu=30, gpu=280)),
     Step("benchmark/kernels", "benchmark", "benchmark",
-         gpu=(f"{_SIZES} --ctx 256 --precision fp32 bf16 --kernels plain fused",), cpu=None,
-         seconds=_guess(gpu=450)),
+         gpu=(f"{_FUSED} --attention sdpa flash-triton --kernels plain loss fused --compile off blocks"
+              " --cuda-graphs off on",
+              f"{_FUSED} --attention sdpa --optimizer adamw-fused --compile blocks --cuda-graphs off on",
+              f"{_FUSED} --attention sdpa --optimizer adamw-fused --compile on"), cpu=None,
+         seconds=_guess(gpu=600)),
+    Step("benchmark/kernels_256", "benchmark", "benchmark",
+         gpu=("--size large --ctx 256 --precision bf16 --attention flash-triton --kernels loss fused"
+              " --compile off blocks --cuda-graphs on", "--size large --ctx 256"), cpu=None,
+         seconds=_guess(gpu=60)),
     Step("nsys", "profile_nsys", "steps",
          gpu=("--size small large 2.7b --ctx 128 256 512 1024",), cpu=None,
          seconds=_guess(gpu=600), needs_program="nsys"),

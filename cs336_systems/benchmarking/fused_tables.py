@@ -1,0 +1,138 @@
+"""Tables of whole models: this project's kernels beside torch.compile, launched one by one or as CUDA graphs; and each
+attention inside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.benchmarking.report_rows import (
+    Table,
+    markdown_table,
+    percent,
+    read_rows,
+    status_or,
+)
+
+FUSED = "benchmark/kernels/benchmark.json"
+FUSED_AT_256 = "benchmark/kernels_256/benchmark.json"
+MODEL_ATTENTION = "model_attention/benchmark.json"
+
+_KERNELS = {"plain": "PyTorch's", "loss": "fused loss and AdamW", "fused": "all fused"}
+_COMPILED = {"off": "", "blocks": ", blocks compiled", "on": ", compiled"}
+
+
+def models(rows: Sequence[Any]) -> list[tuple[str, int]]:
+    """Sizes and contexts, as they come."""
+    return list(dict.fromkeys((row.size, row.ctx) for row in rows))
+
+
+def how(row: Any) -> str:
+    """What a row's model is made of, e.g. "all fused, blocks compiled, CUDA graphs"."""
+    optimizer = ", PyTorch's AdamW" if row.optimizer == "adamw-fused" else ", AdamW by a loop"
+    graphs = ", CUDA graphs" if row.cuda_graphs == "on" else ""
+    return f"{_KERNELS[row.kernels]}{optimizer if row.kernels == 'plain' else ''}{_COMPILED[row.compile]}{graphs}"
+
+
+def fastest(rows: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
+    """The row with the shortest median step of those that fit; None where there is none."""
+    done = [row for row in rows if row.ok and row.step_median_ms and fits(row)]
+    return min(done, key=lambda row: row.step_median_ms, default=None)
+
+
+def _is_theirs(row: Any) -> bool:
+    return row.kernels == "plain" and row.attention == "sdpa"
+
+
+# What the short table sets beside each other: the fastest row of each.
+IN_SHORT: dict[str, Callable[[Any], bool]] = {
+    "SDPA, eager, AdamW by a loop": lambda r: (
+        _is_theirs(r) and r.compile == "off" and r.cuda_graphs != "on" and r.optimizer == "adamw"
+    ),
+    "SDPA, torch.compile, AdamW by a loop": lambda r: (
+        _is_theirs(r) and r.compile != "off" and r.cuda_graphs != "on" and r.optimizer == "adamw"
+    ),
+    "SDPA, torch.compile, PyTorch's AdamW": lambda r: (
+        _is_theirs(r) and r.compile != "off" and r.cuda_graphs != "on" and r.optimizer == "adamw-fused"
+    ),
+    "the same, CUDA graphs": lambda r: (
+        _is_theirs(r) and r.compile != "off" and r.cuda_graphs == "on" and r.optimizer == "adamw-fused"
+    ),
+    "`--kernels fused`": lambda r: r.kernels == "fused" and r.compile == "off" and r.cuda_graphs != "on",
+    "`--kernels fused --cuda-graphs on`": lambda r: (
+        r.kernels == "fused" and r.compile == "off" and r.cuda_graphs == "on"
+    ),
+    "`--kernels loss --compile blocks`": lambda r: (
+        r.kernels == "loss" and r.compile == "blocks" and r.cuda_graphs != "on"
+    ),
+    "`--kernels fused --compile blocks --cuda-graphs on`": lambda r: (
+        r.kernels == "fused" and r.compile == "blocks" and r.cuda_graphs == "on"
+    ),
+}
+
+
+def _fused_in_short(results: Path) -> str:
+    rows = read_rows(results / FUSED)[0]
+    body = []
+    for name, fits in IN_SHORT.items():
+        line: list[object] = [name]
+        for model in models(rows):
+            row = fastest([row for row in rows if (row.size, row.ctx) == model], fits)
+            line += [row and row.step_median_ms, row and percent(row.peak_share), row and row.peak_memory_gib]
+        if any(cell is not None for cell in line[1:]):
+            body.append(line)
+    headings = [
+        heading
+        for size, ctx in models(rows)
+        for heading in (f"{size}, ctx {ctx:,}: median step ms", "of peak", "peak GiB")
+    ]
+    return markdown_table(["bf16", *headings], body)
+
+
+def all_ways(file: str) -> Callable[[Path], str]:
+    """A line for each way to make and launch the model: the step, and its memory, by size."""
+
+    def make(results: Path) -> str:
+        rows = read_rows(results / file)[0]
+        cells = {(row.precision, row.attention, how(row), row.size, row.ctx): row for row in rows}
+        ways = dict.fromkeys(key[:3] for key in cells)
+        body = []
+        for way in ways:
+            line: list[object] = [*way]
+            for model in models(rows):
+                row = cells.get((*way, *model))
+                line += [status_or(row, "step_median_ms"), row and row.step_std_ms, row and row.peak_memory_gib]
+            body.append(line)
+        headings = [
+            heading
+            for size, ctx in models(rows)
+            for heading in (f"{size}, ctx {ctx:,}: median step ms", "± ms", "peak GiB")
+        ]
+        return markdown_table(["precision", "attention", "kernels", *headings], body)
+
+    return make
+
+
+def attention_in_model(results: Path) -> str:
+    """A line for each size and way to compile: the step, and its memory, by attention."""
+    rows = read_rows(results / MODEL_ATTENTION)[0]
+    names = list(dict.fromkeys(row.attention for row in rows))
+    cells = {(row.size, row.ctx, row.compile, row.attention): row for row in rows}
+    body = []
+    for size, ctx, compiled in dict.fromkeys(key[:3] for key in cells):
+        these = [cells.get((size, ctx, compiled, name)) for name in names]
+        how_compiled = {"off": "eager"}.get(compiled, f"compiled {compiled}")
+        body.append(
+            [
+                f"{size}, ctx {ctx:,}, {how_compiled}",
+                *(status_or(row, "step_median_ms") for row in these),
+                *(row and row.peak_memory_gib for row in these),
+            ]
+        )
+    headings = [f"{name} {what}" for what in ("median step ms", "peak GiB") for name in names]
+    return markdown_table(["bf16", *headings], body)
+
+
+FUSED_BLOCKS: dict[str, Table] = {"fused-model": Table(_fused_in_short, (FUSED,))}
