@@ -49,6 +49,22 @@ class _Saved:
         return self._recipe.take().as_strided(*self._layout)
 
 
+class _Kept:
+    """Any other tensor that was saved. Where there are hooks autograd does not see that it was changed since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def tensor(self) -> Tensor:
+        tensor, now = self._tensor, self._tensor._version
+        if now != self._version:
+            raise RuntimeError(
+                f"a tensor that backward needs, {tuple(tensor.shape)} {tensor.dtype}, has been modified by an inplace "
+                f"operation: it is at version {now}, and was saved at version {self._version}"
+            )
+        return tensor
+
+
 @contextmanager
 def made_again(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Generator[None]:
     """What autograd saves of `tensor` (or of views of it) within the context is made again by `make()` when backward
@@ -63,14 +79,14 @@ def made_again(tensor: Shaped[Tensor, "..."], make: Callable[[], Tensor]) -> Gen
     segment, which keeps nothing, it would keep what it reads: use it outside. torch.compile does not follow it.
     """
     recipe = _Recipe(make)
-    address = tensor.untyped_storage().data_ptr()
+    storage = tensor.untyped_storage()._cdata  # not its address, which empty and meta tensors have in common
 
-    def save(saved: Tensor) -> Tensor | _Saved:
-        is_it = saved.layout == torch.strided and saved.untyped_storage().data_ptr() == address
-        return _Saved(recipe, saved) if is_it else saved
+    def save(saved: Tensor) -> _Saved | _Kept:
+        is_it = saved.layout == torch.strided and saved.untyped_storage()._cdata == storage
+        return _Saved(recipe, saved) if is_it else _Kept(saved)
 
-    def load(saved: Tensor | _Saved) -> Tensor:
-        return saved.tensor() if isinstance(saved, _Saved) else saved
+    def load(saved: _Saved | _Kept) -> Tensor:
+        return saved.tensor()
 
     with torch.autograd.graph.saved_tensors_hooks(save, load):
         yield

@@ -64,6 +64,25 @@ def test_other_tensors_are_kept_as_ever(tensors):
     torch.testing.assert_close(gradient, expected)
 
 
+def test_a_kept_tensor_that_was_changed_is_refused(tensors):
+    x, weight, _ = tensors
+    hidden = torch.relu(x)
+    with made_again(hidden, partial(torch.relu, x.detach())):
+        y = hidden @ weight
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"\(4, 5\) torch.float32, .* modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(("rows", "device"), [(0, "cpu"), (3, "meta")])
+def test_tensors_without_an_address_are_told_apart(rows, device):
+    x, weight, hidden = (torch.empty(rows, 3, device=device) for _ in range(3))
+    with made_again(hidden, pytest.fail):
+        y = x * weight.requires_grad_()
+    y.sum().backward()
+
+
 def test_frozen_weights_ask_for_nothing(tensors):
     x, weight, _ = tensors
     hidden = torch.relu(x)
