@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import math
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -106,6 +108,20 @@ def test_state_dicts_go_both_ways_and_parameters_are_the_same_objects(models):
     plain.load_state_dict(fused.state_dict())
     parameters = list(plain.parameters())
     assert all(a is b for a, b in zip(parameters, use_fused_kernels(plain).parameters(), strict=True))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_all_of_its_own(again, models, device):
+    _, fused = models
+    recompute_elementwise(fused.layers[0])
+    inputs, targets = draw(device, batch=1, seq=2)
+    copied = again(fused)
+    assert copied.layers[0].recomputes
+    assert copied.layers[0].ffn.recomputes
+    expected = fused(inputs, targets)
+    torch.nn.init.zeros_(fused.lm_head.weight)
+    assert fused(inputs, targets).item() == pytest.approx(math.log(VOCAB))
+    assert torch.equal(copied(inputs, targets), expected)
 
 
 def test_it_generates_what_the_plain_model_does(models, device):

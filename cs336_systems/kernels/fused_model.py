@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -144,6 +143,6 @@ def use_fused_kernels(model: BasicsTransformerLM, only_loss: bool = False) -> Fu
     for module in [model] if only_loss else model.modules():
         module.__class__ = _FUSED.get(type(module), type(module))
     # An instance's method and no subclass: what shards layers knows them by their class.
-    vars(model.lm_head)["forward"] = MethodType(_head_or_loss, model.lm_head)
+    vars(model.lm_head)["forward"] = partial(_head_or_loss, model.lm_head)
     assert isinstance(model, FusedTransformerLM)
     return model
