@@ -3,6 +3,18 @@ and the last layer with the loss.
 
 Modules stay where they are, with their parameters and names; only their classes change, to subclasses of what they
 were, so that a state dict goes from a plain model to a fused one and back.
+
+Forward and backward at 8b's shapes (32,768 tokens, bfloat16, an H200), ms, the kernels alone, from
+results/kernel_benchmark/kernels:
+
+| | fused | torch.compile's | eager |
+|---|---|---|---|
+| RMSNorm | 0.39 | 0.41 | 5.96 |
+| RMSNorm with the addition | 0.73 | 0.72 | 6.45 |
+| SwiGLU | 1.33 | 1.33 | 4.31 |
+| rotary positions | 0.66 | 0.81 | 10.89 |
+
+Where torch.compile's code is as fast, both are as fast as memory: those kernels are for models that are not compiled.
 """
 
 from __future__ import annotations
