@@ -65,4 +65,5 @@ class GraphedPhases:
         self._compute(recorded)
         fullest = torch.cuda.max_memory_allocated(self._device)
         self.bytes_within = fullest - torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)  # whoever adds bytes_within to the counters counts it once
         self._graphs = graphs

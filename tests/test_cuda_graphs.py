@@ -1,6 +1,7 @@
 """Steps whose forward and backward are CUDA graphs: the same training, and what can't be recorded is refused."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.model_benchmark import cell_label, measure_cell
 from cs336_systems.configs import named_cell
+from cs336_systems.cuda_graphs import GraphedPhases
 from cs336_systems.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("error:The CUDA Graph is empty")
@@ -51,6 +53,65 @@ def test_what_cannot_be_recorded_is_refused(parameters, message):
 def test_a_cells_label_tells_of_graphs():
     assert "graphs" in cell_label(_cell())
     assert "graphs" not in cell_label(_cell(cuda_graphs="off"))
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens, where graphs are recorded and replayed without a GPU."""
+    events = []
+
+    class Graph:
+        def replay(self):
+            events.append(f"replay {self.name}")
+
+    @contextmanager
+    def recording(graph, pool, stream):
+        yield
+        graph.name = events[-1]  # the part that was computed
+
+    counters = {"reset_peak_memory_stats": lambda device: events.append("reset"), "memory_allocated": lambda device: 3}
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
+    fakes = {"Stream": lambda device: stream, "stream": nullcontext, "current_stream": lambda device: stream}
+    fakes |= {"graph_pool_handle": tuple, "CUDAGraph": Graph, "graph": recording}
+    for name, fake in (fakes | counters | {"max_memory_allocated": lambda device: 10}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return events
+
+
+def test_parts_are_recorded_once_and_replayed_in_their_order(events):
+    def compute(phase):
+        for name in ("forward", "backward"):
+            with phase(name):
+                events.append(name)
+
+    def phase(name):
+        events.append(f"in {name}")
+        return nullcontext()
+
+    step = GraphedPhases(compute, torch.device("cuda"))
+    replayed = ["in forward", "replay forward", "in backward", "replay backward"]
+    step(phase)
+    assert events == ["forward", "backward", "reset", "forward", "backward", "reset", *replayed]
+    assert step.bytes_within == 7
+    events.clear()
+    step(phase)
+    assert events == replayed
+
+
+def test_what_failed_is_recorded_anew(events):
+    def compute(phase):
+        for name in ("forward", "backward"):
+            with phase(name):
+                events.append(name)
+                if len(events) == 5:  # in the recording: before it the parts ran, and the counters were reset
+                    raise RuntimeError("out of memory")
+
+    step = GraphedPhases(compute, torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(_unphased)
+    assert not any(event.startswith("replay") for event in events)
+    step(_unphased)
+    assert events[-2:] == ["replay forward", "replay backward"]
 
 
 @pytest.mark.gpu
