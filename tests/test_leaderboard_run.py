@@ -100,8 +100,8 @@ def test_plans_are_shown_and_followed(swept, tmp_path, capsys):
 
 
 def test_numbers_of_blocks_take_the_plans_place(swept, tmp_path, capsys):
-    run_for_8b(tmp_path, kept_blocks=(0, 20), implementation=("fused",))
-    assert [cell.kept_blocks for cell in swept] == [0, 20]
+    run_for_8b(tmp_path, kept_blocks=(0, 20, 20), implementation=("fused",))
+    assert [cell.kept_blocks for cell in swept] == [0, 20]  # 20 once, and so its plan below
     assert swept[0].predicted_gib < 75 < swept[1].predicted_gib
     assert capsys.readouterr().out.count("That is more than the 75.00 GiB") == 1
 

@@ -86,7 +86,7 @@ def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path)
 
 
 def test_resume_measures_only_what_is_missing(tmp_path, capsys):
-    _sweep(tmp_path, [_Cell("a"), _Cell("large")])
+    _sweep(tmp_path, [_Cell("a"), _Cell("large"), _Cell("a")])  # one that is there twice is one
     assert "Nothing is left" not in capsys.readouterr().err
     _sweep(tmp_path, [_Cell("large"), _Cell("a")], resume=True)
     assert f"Nothing is left to measure: every cell has its row in {tmp_path}/bench.json." in capsys.readouterr().err

@@ -122,7 +122,7 @@ def run_leaderboard_step(
             for n, name in product(ranks, implementation)
             for plan in _plans(base, name, n, memory_gib, kept_blocks)
         ]
-        cells = [
+        cells = (
             replace(
                 cell,
                 **_parts(cell.implementation, attention, device),
@@ -133,12 +133,13 @@ def run_leaderboard_step(
                 predicted_gib=plan.peak_bytes / 2**30 if cell.implementation == "fused" else None,
             )
             for (cell, plan), setting in product(plans, settings)
-        ]
+        )
+        cells = list(dict.fromkeys(cells))  # one that is there twice is one
         check_memory(cells, ON_A_CPU)
         results = open_results(out, "leaderboard_step", LeaderboardRow, command, device, resume)
         check_same_workload(results, cells, VARIED)
     if results is not None:
-        show("\n".join(_plan_table(cell, plan) for cell, plan in plans))
+        show("\n".join(dict.fromkeys(_plan_table(cell, plan) for cell, plan in plans)))
 
     def write_files(results: ResultsFile[LeaderboardRow]) -> str:
         return results.write_tables(present(COLUMNS, results.rows), why_not_measured(results.rows, cell_label))

@@ -59,7 +59,8 @@ def run_sweep(
 
 def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
     """The cells of which `results` has no row, or the row of a process that was killed, for which there may have been a
-    passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is.
+    passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A
+    cell that is there twice is one.
 
     Tells where there are none, so that a resumed run does not end without a word of why.
     """
@@ -69,7 +70,7 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
 
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
-    left = [cell for cell in cells if not any(is_row_of(row, cell) for row in results.rows)]
+    left = [cell for cell in dict.fromkeys(cells) if not any(is_row_of(row, cell) for row in results.rows)]
     if not left:
         tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     return left
