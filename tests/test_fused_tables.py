@@ -47,17 +47,18 @@ def test_the_fastest_of_each_kind(tmp_path):
     )
     table = FUSED_BLOCKS["fused-model"](tmp_path)
     lines = dict(line.strip("| ").split(" | ", 1) for line in table.splitlines() if line.startswith("|"))
-    assert lines["SDPA, torch.compile, AdamW by a loop"] == "80 | – | 3 | – | – | –"  # neither 90 nor flash-triton's 30
-    assert lines["SDPA, torch.compile, PyTorch's AdamW"] == "60 | – | 3 | 200 | – | 3"
-    assert lines["the same, CUDA graphs"].startswith("50 |")
+    assert lines["`--compile blocks`, AdamW by a loop"] == "90 | – | 3 | – | – | –"
+    assert lines["`--compile on`, PyTorch's AdamW"] == "60 | – | 3 | 200 | – | 3"  # not flash-triton's 30
+    assert lines["`--compile blocks --cuda-graphs on`, PyTorch's AdamW"].startswith("50 |")
     assert lines["`--kernels fused`"] == "70 | – | 3 | – | – | –"
-    assert "SDPA, eager, AdamW by a loop" not in lines
+    assert "eager, AdamW by a loop" not in lines
     whole = WAYS.tables[1](tmp_path)
     assert "| bf16 | sdpa | all fused | 70 | 0.5 | 3 | OOM |" in whole
     said = _said(WAYS, tmp_path)
-    assert "For large at context 1,024 the fastest step takes 40 ms (all fused, CUDA graphs, sdpa)" in said
-    assert "2 times as fast as torch.compile with SDPA and AdamW by a loop, 80 ms" in said
-    assert "1.5 times as fast as torch.compile with SDPA and PyTorch's fused AdamW, 60 ms" in said
+    assert "For large at context 1,024 the fastest step takes 40 ± 0.5 ms (all fused, CUDA graphs, sdpa)" in said
+    assert "1.25 times as fast as PyTorch's parts, launched or replayed alike (50 ± 0.5 ms)" in said
+    assert "2 times as fast as torch.compile with SDPA and AdamW by a loop, launched one by one (80 ± 0.5 ms)" in said
+    assert "1.5 times as fast as torch.compile with SDPA and PyTorch's fused AdamW, launched one by one (60 ±" in said
     assert "Replayed as CUDA graphs the same step is 1.75 (all fused, sdpa) times as fast" in said
     assert "2.7b at" not in said
     assert "Of 9 cells, 1 oom" in said

@@ -42,34 +42,25 @@ def fastest(rows: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
     return min(done, key=lambda row: row.step_median_ms, default=None)
 
 
-def _is_theirs(row: Any) -> bool:
-    return row.kernels == "plain" and row.attention == "sdpa"
+def _kind(kernels: str, compiled: str, graphs: str = "off", optimizer: str = "adamw") -> Callable[[Any], bool]:
+    wanted = {"kernels": kernels, "compile": compiled, "optimizer": optimizer, "attention": "sdpa"}
+    return lambda row: (
+        all(row[name] == value for name, value in wanted.items()) and (row.cuda_graphs or "off") == graphs
+    )
 
 
-# What the short table sets beside each other: the fastest row of each.
+# What the short table sets beside each other, all with SDPA.
 IN_SHORT: dict[str, Callable[[Any], bool]] = {
-    "SDPA, eager, AdamW by a loop": lambda r: (
-        _is_theirs(r) and r.compile == "off" and r.cuda_graphs != "on" and r.optimizer == "adamw"
-    ),
-    "SDPA, torch.compile, AdamW by a loop": lambda r: (
-        _is_theirs(r) and r.compile != "off" and r.cuda_graphs != "on" and r.optimizer == "adamw"
-    ),
-    "SDPA, torch.compile, PyTorch's AdamW": lambda r: (
-        _is_theirs(r) and r.compile != "off" and r.cuda_graphs != "on" and r.optimizer == "adamw-fused"
-    ),
-    "the same, CUDA graphs": lambda r: (
-        _is_theirs(r) and r.compile != "off" and r.cuda_graphs == "on" and r.optimizer == "adamw-fused"
-    ),
-    "`--kernels fused`": lambda r: r.kernels == "fused" and r.compile == "off" and r.cuda_graphs != "on",
-    "`--kernels fused --cuda-graphs on`": lambda r: (
-        r.kernels == "fused" and r.compile == "off" and r.cuda_graphs == "on"
-    ),
-    "`--kernels loss --compile blocks`": lambda r: (
-        r.kernels == "loss" and r.compile == "blocks" and r.cuda_graphs != "on"
-    ),
-    "`--kernels fused --compile blocks --cuda-graphs on`": lambda r: (
-        r.kernels == "fused" and r.compile == "blocks" and r.cuda_graphs == "on"
-    ),
+    "eager, AdamW by a loop": _kind("plain", "off"),
+    "`--compile blocks`, AdamW by a loop": _kind("plain", "blocks"),
+    "`--compile blocks`, PyTorch's AdamW": _kind("plain", "blocks", optimizer="adamw-fused"),
+    "`--compile on`, PyTorch's AdamW": _kind("plain", "on", optimizer="adamw-fused"),
+    "`--compile blocks --cuda-graphs on`, PyTorch's AdamW": _kind("plain", "blocks", "on", "adamw-fused"),
+    "`--kernels fused`": _kind("fused", "off"),
+    "`--kernels fused --cuda-graphs on`": _kind("fused", "off", "on"),
+    "`--kernels fused --compile blocks`": _kind("fused", "blocks"),
+    "`--kernels loss --compile blocks`": _kind("loss", "blocks"),
+    "`--kernels fused --compile blocks --cuda-graphs on`": _kind("fused", "blocks", "on"),
 }
 
 
@@ -88,7 +79,7 @@ def _fused_in_short(results: Path) -> str:
         for size, ctx in models(rows)
         for heading in (f"{size}, ctx {ctx:,}: median step ms", "of peak", "peak GiB")
     ]
-    return markdown_table(["bf16", *headings], body)
+    return markdown_table(["bf16, SDPA", *headings], body)
 
 
 def all_ways(file: str) -> Callable[[Path], str]:

@@ -23,8 +23,8 @@ _HEAD = """# Report
 
 What the assignment asks to be measured, item by item, and what was found. `python scripts/report.py` writes this file
 from the rows under {results}: tables, pictures, and every number in a sentence. Under each part stand the
-commands that made its rows, as they were typed, and the machines that ran them. For a report of your own machine,
-`python scripts/reproduce.py` runs what fits it."""
+commands that made its rows, as they were typed, and the machines that ran them; a run that was stopped leaves the rows
+that it has. For a report of your own machine, `python scripts/reproduce.py` runs what fits it."""
 
 
 def report(results: Path, folder: Path) -> str:

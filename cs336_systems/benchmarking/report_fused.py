@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.benchmarking.fused_tables import (
     FUSED,
     FUSED_AT_256,
     FUSED_BLOCKS,
-    IN_SHORT,
     MODEL_ATTENTION,
     all_ways,
     attention_in_model,
@@ -19,10 +20,15 @@ from cs336_systems.benchmarking.fused_tables import (
 from cs336_systems.benchmarking.report_parts import Part
 from cs336_systems.benchmarking.report_rows import Sentence, failures, from_to, ratio, read_rows, say
 
-# Of the short table: torch.compile with SDPA, and either AdamW.
-_PEERS = {
-    "AdamW by a loop": "SDPA, torch.compile, AdamW by a loop",
-    "PyTorch's fused AdamW": "SDPA, torch.compile, PyTorch's AdamW",
+# What PyTorch's parts are taken for: launched or replayed as ours are, and with either AdamW.
+_PEERS: dict[str, Callable[[Any, Any], bool]] = {
+    "PyTorch's parts, launched or replayed alike": lambda row, ours: row.cuda_graphs == ours.cuda_graphs,
+    "torch.compile with SDPA and PyTorch's fused AdamW, launched one by one": lambda row, ours: (
+        row.compile != "off" and row.optimizer == "adamw-fused" and row.cuda_graphs != "on"
+    ),
+    "torch.compile with SDPA and AdamW by a loop, launched one by one": lambda row, ours: (
+        row.compile != "off" and row.optimizer == "adamw" and row.cuda_graphs != "on"
+    ),
 }
 
 
@@ -35,15 +41,16 @@ def _answer_fused(results: Path) -> list[Sentence | None]:
         if ours is None:
             continue
         answers.append(
-            say("For {size} at context {ctx} the fastest step takes {ms} ms ({how}).", size=size, ctx=ctx,
-                ms=ours.step_median_ms, how=f"{how(ours)}, {ours.attention}")
+            say("For {size} at context {ctx} the fastest step takes {ms} ± {std} ms ({how}).", size=size, ctx=ctx,
+                ms=ours.step_median_ms, std=ours.step_std_ms, how=f"{how(ours)}, {ours.attention}")
         )  # fmt: skip
-        for optimizer, name in _PEERS.items():
-            peer = fastest(these, IN_SHORT[name])
+        parts = [row for row in these if row.kernels == "plain" and row.attention == "sdpa"]
+        for name, is_peer in _PEERS.items():
+            peer = fastest([row for row in parts if is_peer(row, ours)], lambda row: True)
             answers.append(
-                say("That is {times} times as fast as torch.compile with SDPA and {optimizer}, {ms} ms.",
-                    times=ratio(peer.step_median_ms, ours.step_median_ms), optimizer=optimizer,
-                    ms=peer.step_median_ms)
+                say("That is {times} times as fast as {name} ({ms} ± {std} ms).", name=name,
+                    times=ratio(peer.step_median_ms, ours.step_median_ms), ms=peer.step_median_ms,
+                    std=peer.step_std_ms)
                 if peer else None
             )  # fmt: skip
         pairs = [

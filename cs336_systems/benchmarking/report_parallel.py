@@ -192,7 +192,8 @@ def _answer_sharded(results: Path) -> list[Sentence | None]:
 def _answer_fsdp(results: Path) -> list[Sentence | None]:
     rows = [row for name in FSDP for row in read_rows(results / name)[0]]
     late = [
-        say("In {precision}, {late} of {n} gathers end after their layer could have begun.", precision=row.precision,
+        say("In {precision} {share} of the gathers are there when their layer could begin; {late} of {n} end later.",
+            precision=row.precision, share=percent(ratio(row.n_gathers - row.n_late, row.n_gathers)),
             late=row.n_late, n=row.n_gathers)
         for row in rows if row.implementation == "fsdp" and row.ok and row.n_gathers is not None
     ]  # fmt: skip

@@ -64,8 +64,13 @@ def read_published(results: Path, name: str) -> list[Any]:
 
 
 def provenance(runs: Sequence[Provenance]) -> str:
-    """A line in italics for each run, to stand under a table."""
-    return "\n\n".join(f"*{run.summary()}*" for run in runs)
+    """A line in italics for each run, to stand under a table; several fold into one."""
+    lines = [f"*{run.summary()}*" for run in runs]
+    if len(lines) < 2:
+        return "".join(lines)
+    cards = enumerate_words(list(dict.fromkeys(run.gpu or run.cpu for run in runs)))
+    inner = "\n\n".join(lines)
+    return f"<details><summary>Measured by {len(lines)} runs on {cards}</summary>\n\n{inner}\n\n</details>"
 
 
 def markdown_table(headings: Sequence[str], body: Sequence[Sequence[object]]) -> str:
