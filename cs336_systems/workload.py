@@ -153,15 +153,20 @@ def build_optimizer(name: str, model: torch.nn.Module, kernels: str = "plain") -
     return make(model.parameters(), **keywords)
 
 
+def hide_compiler_search() -> None:
+    """Inductor looks for a CUDA compiler on a CPU too, and would warn of one without a GPU."""
+    if not torch.cuda.is_available():
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
 def compile_model(model: BasicsTransformerLM, how: str) -> None:
     """Compiles in place: "on" the whole model as one graph, "blocks" each Transformer block by itself.
 
     All blocks share one compiled code, so "blocks" compiles in a few seconds whatever the depth; "on" also fuses across
     blocks, and its compile time grows with them. The compilation itself happens at the first call.
     """
-    if how != "off" and not torch.cuda.is_available():
-        # Inductor looks for a CUDA compiler on a CPU too, and would warn of one without a GPU.
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if how != "off":
+        hide_compiler_search()
     if how == "on":
         model.compile()
     elif how == "blocks":

@@ -21,8 +21,9 @@ from cs336_systems.configs import Precision
 
 @dataclass(frozen=True)
 class Arguments:
-    implementation: tuple[PeerName, ...] = ("flash-triton", "sdpa-flash", "sdpa-cudnn", "flex")
-    """What is measured, each in a process of its own; sdpa-* are PyTorch's backends."""
+    implementation: tuple[PeerName, ...] | None = None
+    """What is measured, each in a process of its own; sdpa-* are PyTorch's backends. Unless given, flash-triton,
+    sdpa-flash, sdpa-cudnn and flex on a GPU, and flash-pytorch and sdpa-flash elsewhere."""
     heads: int = 16
     """Heads, in the place of a batch."""
     length: int | None = None

@@ -203,12 +203,17 @@ def _ask_card(n_cards: int) -> tuple[float, float, str]:
 
 def _plan_table(cell: LeaderboardCell, plan: MemoryPlan) -> str:
     checkpointed, kept = "their input", "everything"
+    memory_gib = plan.memory_bytes / 2**30
     if cell.implementation == "fused":
         checkpointed, kept = "their input and attention's output", "all but what elementwise kernels make again"
-    fits = "" if plan.fits else f"\n\nThat is more than the {plan.memory_bytes / 2**30:.2f} GiB that it may use."
+    what = "That is"
+    if cell.implementation == "torch":
+        memory_gib *= TORCH_OVER_FORMULA
+        what = f"With the {TORCH_OVER_FORMULA - 1:.0%} that PyTorch's parts may hold beyond it, that is"
+    fits = f"\n\n{what} more than the {memory_gib:.2f} GiB that it may use, and is tried all the same."
     return (
         f"The plan of {cell.implementation} for each of {cell.world_size} ranks: {plan.n_checkpointed} blocks keep "
         f"{checkpointed}, the last {plan.n_kept} {kept}.\n\n"
         + markdown_table(("held at the peak", "GiB"), plan.rows())
-        + f"{fits}\n"
+        + ("\n" if plan.fits else f"{fits}\n")
     )
