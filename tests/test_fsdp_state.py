@@ -163,6 +163,6 @@ def refuses_and_clips(context: RankContext) -> None:
     clips(context)
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_misuse_and_clipping(world_size: int) -> None:
     run_gloo(refuses_and_clips, world_size=world_size)

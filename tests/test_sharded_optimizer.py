@@ -26,7 +26,7 @@ from tests.sharded_optimizer_helpers import (
     set_gradients,
 )
 
-WORLD_SIZES = (1, 2, 3, pytest.param(5, marks=pytest.mark.slow))
+WORLD_SIZES = (1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5)))
 LARGE = ((120, 101), (100, 101), (7,))
 
 

@@ -86,7 +86,8 @@ def test_the_same_seed_builds_the_same_workload():
     assert float(first.loss) == float(second.loss) != float(other.loss)
 
 
-@pytest.mark.parametrize("compile", ["on", pytest.param("blocks", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", ["on", "blocks"])
 def test_compiled_steps_agree_with_eager_ones(compile, device):
     """In processes of their own, where no annotation is checked: Dynamo would trace the checks too. On a CPU the graphs
     are captured but not built, since Inductor's C++ takes a minute."""
