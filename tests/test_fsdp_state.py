@@ -100,10 +100,10 @@ def go_on(context: RankContext, folder: str) -> None:
         assert torch.equal(model.module.offset, expected.offset)
 
 
-def test_states_at_other_world_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_states_at_other_world_sizes(tmp_path: Path, world_size: int) -> None:
     run_gloo(save, str(tmp_path), world_size=2)
-    for world_size in (1, 3):
-        run_gloo(go_on, str(tmp_path), world_size=world_size)
+    run_gloo(go_on, str(tmp_path), world_size=world_size)
 
 
 def refuses(context: RankContext) -> None:

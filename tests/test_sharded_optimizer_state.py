@@ -95,8 +95,8 @@ def go_on_all(context: RankContext, folder: str, names: list[str]) -> None:
         go_on(context, folder, name)
 
 
-def test_state_at_other_world_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_state_at_other_world_sizes(tmp_path: Path, world_size: int) -> None:
     names = ["adamw", "adamw-project", "sgd-momentum", "adafactor"]
     run_gloo(save_all, str(tmp_path), names, world_size=2)
-    for world_size in (1, 3):
-        run_gloo(go_on_all, str(tmp_path), names, world_size=world_size)
+    run_gloo(go_on_all, str(tmp_path), names, world_size=world_size)
