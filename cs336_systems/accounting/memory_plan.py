@@ -141,14 +141,6 @@ def predict_memory(
     return MemoryPlan(n_kept, config.num_layers - n_kept, moment, moments[moment], memory_gib * GIB)
 
 
-def _computed_again(saved: dict[str, int], is_kept: bool, recomputes: bool) -> int:
-    """Bytes of a block's tensors that are there during its backward, and were not kept. Of those that one kernel each
-    makes again the largest counts: each is gone when the next is made."""
-    if is_kept:
-        return max(saved[name] for name in ELEMENTWISE) if recomputes else 0
-    return sum(saved.values()) - sum(saved[name] for name in KEPT_IN_CHECKPOINT)
-
-
 def _moments(
     config: ModelShape, tokens: int, world_size: int, n_kept: int, precision: Precision, recomputes: bool
 ) -> dict[str, dict[str, int]]:
@@ -158,7 +150,8 @@ def _moments(
     table = config.vocab_size * config.d_model
     saved = fused_block_saved_tensors(config, tokens, precision)
     whole_block = sum(saved.values())
-    kept_block = whole_block - (sum(saved[name] for name in ELEMENTWISE) if recomputes else 0)
+    made_again = [saved[name] for name in ELEMENTWISE] if recomputes else [0]
+    kept_block = whole_block - sum(made_again)
     checkpointed_block = sum(saved[name] for name in KEPT_IN_CHECKPOINT)
     n_checkpointed = config.num_layers - n_kept
     before_head = n_checkpointed * checkpointed_block + n_kept * kept_block
@@ -184,7 +177,8 @@ def _moments(
         done = config.d_model + table + (config.num_layers - block) * num_block_parameters(config)
         parts = {
             "kept activations": others + (kept_block if is_kept else checkpointed_block),
-            "computed again": _computed_again(saved, is_kept, recomputes),
+            # One kernel each makes a kept block's again, and each is gone when the next is made.
+            "computed again": max(made_again) if is_kept else whole_block - checkpointed_block,
             # SwiGLU's: the gradients of w1's and w3's outputs, while that of w2's input is in w2's input's place; and
             # the stream's gradient, which goes by, and its sum with the block's.
             "a block's backward": 2 * hidden + 2 * stream,

@@ -10,6 +10,7 @@ from typing import Any
 
 from cs336_systems.benchmarking.report_rows import (
     Table,
+    fastest,
     markdown_table,
     percent,
     read_rows,
@@ -24,9 +25,10 @@ _KERNELS = {"plain": "PyTorch's", "loss": "fused loss and AdamW", "fused": "all 
 _COMPILED = {"off": "", "blocks": ", blocks compiled", "on": ", compiled"}
 
 
-def models(rows: Sequence[Any]) -> list[tuple[str, int]]:
-    """Sizes and contexts, as they come."""
-    return list(dict.fromkeys((row.size, row.ctx) for row in rows))
+def by_model(rows: Sequence[Any]) -> dict[tuple[str, int], list[Any]]:
+    """Rows by size and context, as they come."""
+    models = dict.fromkeys((row.size, row.ctx) for row in rows)
+    return {model: [row for row in rows if (row.size, row.ctx) == model] for model in models}
 
 
 def how(row: Any) -> str:
@@ -36,21 +38,13 @@ def how(row: Any) -> str:
     return f"{_KERNELS[row.kernels]}{optimizer if row.kernels == 'plain' else ''}{_COMPILED[row.compile]}{graphs}"
 
 
-def fastest(rows: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
-    """The row with the shortest median step of those that fit; None where there is none."""
-    done = [row for row in rows if row.ok and row.step_median_ms and fits(row)]
-    return min(done, key=lambda row: row.step_median_ms, default=None)
-
-
-def _kind(kernels: str, compiled: str, graphs: str = "off", optimizer: str = "adamw") -> Callable[[Any], bool]:
-    wanted = {"kernels": kernels, "compile": compiled, "optimizer": optimizer, "attention": "sdpa"}
-    return lambda row: (
-        all(row[name] == value for name, value in wanted.items()) and (row.cuda_graphs or "off") == graphs
-    )
+def _kind(kernels: str, compiled: str, graphs: str = "off", optimizer: str = "adamw") -> dict[str, str]:
+    how = {"kernels": kernels, "compile": compiled, "cuda_graphs": graphs, "optimizer": optimizer}
+    return {"attention": "sdpa", **how}
 
 
 # What the short table sets beside each other, all with SDPA.
-IN_SHORT: dict[str, Callable[[Any], bool]] = {
+IN_SHORT = {
     "eager, AdamW by a loop": _kind("plain", "off"),
     "`--compile blocks`, AdamW by a loop": _kind("plain", "blocks"),
     "`--compile blocks`, PyTorch's AdamW": _kind("plain", "blocks", optimizer="adamw-fused"),
@@ -64,22 +58,22 @@ IN_SHORT: dict[str, Callable[[Any], bool]] = {
 }
 
 
+def _headings(rows: Sequence[Any], *others: str) -> list[str]:
+    """Each model's median step, and what stands behind it."""
+    return [text for size, ctx in by_model(rows) for text in (f"{size}, ctx {ctx:,}: median step ms", *others)]
+
+
 def _fused_in_short(results: Path) -> str:
     rows = read_rows(results / FUSED)[0]
     body = []
-    for name, fits in IN_SHORT.items():
+    for name, kind in IN_SHORT.items():
         line: list[object] = [name]
-        for model in models(rows):
-            row = fastest([row for row in rows if (row.size, row.ctx) == model], fits)
+        for these in by_model(rows).values():
+            row = fastest(row for row in these if all(row[field] == value for field, value in kind.items()))
             line += [row and row.step_median_ms, row and percent(row.peak_share), row and row.peak_memory_gib]
         if any(cell is not None for cell in line[1:]):
             body.append(line)
-    headings = [
-        heading
-        for size, ctx in models(rows)
-        for heading in (f"{size}, ctx {ctx:,}: median step ms", "of peak", "peak GiB")
-    ]
-    return markdown_table(["bf16, SDPA", *headings], body)
+    return markdown_table(["bf16, SDPA", *_headings(rows, "of peak", "peak GiB")], body)
 
 
 def all_ways(file: str) -> Callable[[Path], str]:
@@ -88,20 +82,14 @@ def all_ways(file: str) -> Callable[[Path], str]:
     def make(results: Path) -> str:
         rows = read_rows(results / file)[0]
         cells = {(row.precision, row.attention, how(row), row.size, row.ctx): row for row in rows}
-        ways = dict.fromkeys(key[:3] for key in cells)
         body = []
-        for way in ways:
+        for way in dict.fromkeys(key[:3] for key in cells):
             line: list[object] = [*way]
-            for model in models(rows):
+            for model in by_model(rows):
                 row = cells.get((*way, *model))
                 line += [status_or(row, "step_median_ms"), row and row.step_std_ms, row and row.peak_memory_gib]
             body.append(line)
-        headings = [
-            heading
-            for size, ctx in models(rows)
-            for heading in (f"{size}, ctx {ctx:,}: median step ms", "± ms", "peak GiB")
-        ]
-        return markdown_table(["precision", "attention", "kernels", *headings], body)
+        return markdown_table(["precision", "attention", "kernels", *_headings(rows, "± ms", "peak GiB")], body)
 
     return make
 

@@ -41,11 +41,16 @@ class LeaderboardCell(RankCell):
             f"must be between 0 and {self.num_layers}, the model's blocks",
         )
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether blocks that are not checkpointed make again what elementwise kernels return."""
+        return self.implementation == "fused"
+
     def rank_peak_bytes(self) -> int:
         """The most that a rank holds in a step, by the plan's formula; `torch`, for which there is none, holds more."""
         shape = self.model_config(), self.batch_size * self.ctx, self.world_size
-        recomputes = self.implementation == "fused"
-        return predict_memory(*shape, self.kept_blocks, precision=self.precision, recomputes=recomputes).peak_bytes
+        kept = self.kept_blocks
+        return predict_memory(*shape, kept, precision=self.precision, recomputes=self.recomputes).peak_bytes
 
 
 @dataclass(frozen=True)

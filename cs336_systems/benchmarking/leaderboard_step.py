@@ -108,7 +108,7 @@ def _wrap(cell: LeaderboardCell, module: BasicsTransformerLM, device: torch.devi
     implementations by name."""
     compile_model(module, cell.compile)
     n_checkpointed = cell.num_layers - cell.kept_blocks
-    if cell.implementation == "fused":
+    if cell.recomputes:
         from cs336_systems.kernels.fused_model import recompute_elementwise
 
         for block in list(module.layers)[n_checkpointed:]:

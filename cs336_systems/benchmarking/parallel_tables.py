@@ -137,9 +137,8 @@ def scaling(results: Path) -> str:
 
 
 ALL_REDUCE, ALL_REDUCE_FIT = "all_reduce/all_reduce.json", "all_reduce/all_reduce_fit.json"
-# With those of runs of their own for bf16.
-SHARDED = ("sharded_optimizer/sharded_optimizer.json", "sharded_optimizer/bf16/sharded_optimizer.json")
-FSDP = ("fsdp/fsdp.json", "fsdp/bf16/fsdp.json")
+SHARDED = ("sharded_optimizer/sharded_optimizer.json",)
+FSDP = ("fsdp/fsdp.json",)
 
 
 def of_memory(files: Sequence[str]) -> tuple[str, ...]:

@@ -13,12 +13,11 @@ from cs336_systems.benchmarking.fused_tables import (
     MODEL_ATTENTION,
     all_ways,
     attention_in_model,
-    fastest,
+    by_model,
     how,
-    models,
 )
 from cs336_systems.benchmarking.report_parts import Part
-from cs336_systems.benchmarking.report_rows import Sentence, failures, from_to, ratio, read_rows, say
+from cs336_systems.benchmarking.report_rows import Sentence, failures, fastest, from_to, ratio, read_rows, say
 
 # What PyTorch's parts are taken for: launched or replayed as ours are, and with either AdamW.
 _PEERS: dict[str, Callable[[Any, Any], bool]] = {
@@ -35,9 +34,8 @@ _PEERS: dict[str, Callable[[Any, Any], bool]] = {
 def _answer_fused(results: Path) -> list[Sentence | None]:
     rows = read_rows(results / FUSED)[0]
     answers: list[Sentence | None] = []
-    for size, ctx in models(rows):
-        these = [row for row in rows if (row.size, row.ctx) == (size, ctx)]
-        ours = fastest(these, lambda row: row.kernels != "plain")
+    for (size, ctx), these in by_model(rows).items():
+        ours = fastest(row for row in these if row.kernels != "plain")
         if ours is None:
             continue
         answers.append(
@@ -46,7 +44,7 @@ def _answer_fused(results: Path) -> list[Sentence | None]:
         )  # fmt: skip
         parts = [row for row in these if row.kernels == "plain" and row.attention == "sdpa"]
         for name, is_peer in _PEERS.items():
-            peer = fastest([row for row in parts if is_peer(row, ours)], lambda row: True)
+            peer = fastest(row for row in parts if is_peer(row, ours))
             answers.append(
                 say("That is {times} times as fast as {name} ({ms} ± {std} ms).", name=name,
                     times=ratio(peer.step_median_ms, ours.step_median_ms), ms=peer.step_median_ms,
@@ -67,10 +65,9 @@ def _answer_fused(results: Path) -> list[Sentence | None]:
 def _answer_at_256(results: Path) -> list[Sentence | None]:
     rows = read_rows(results / FUSED_AT_256)[0]
     answers: list[Sentence | None] = []
-    for size, ctx in models(rows):
-        these = [row for row in rows if (row.size, row.ctx) == (size, ctx)]
-        ours = fastest(these, lambda row: row.kernels != "plain")
-        eager = fastest(these, lambda row: row.precision == "fp32" and row.kernels == "plain" and row.compile == "off")
+    for (size, ctx), these in by_model(rows).items():
+        ours = fastest(row for row in these if row.kernels != "plain")
+        eager = fastest(row for row in these if (row.precision, row.kernels, row.compile) == ("fp32", "plain", "off"))
         if ours is not None and eager is not None:
             answers.append(
                 say("{size} at context {ctx}: {ms} ms in bf16 with kernels of this project ({how}), {times} times as "

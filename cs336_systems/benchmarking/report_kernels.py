@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from cs336_systems.benchmarking.report_rows import (
     Sentence,
     enumerate_words,
     failures,
+    fastest,
     from_to,
     percent,
     ratio,
@@ -102,14 +103,9 @@ def _calls_over_kernels(results: Path, kernels: Mapping[Pass, Any]) -> list[Sent
 # ---- 15: the leaderboard's step --------------------------------------------------------------------------------------
 
 
-def _fastest(rows: Sequence[Any], implementation: str) -> Any:
-    done = [row for row in rows if row.ok and row.implementation == implementation and row.step_median_ms]
-    return min(done, key=lambda row: row.step_median_ms, default=None)
-
-
 def _answer_step(results: Path) -> list[Sentence | None]:
     rows = read_rows(results / STEP)[0]
-    ours, theirs = (_fastest(rows, name) for name in ("fused", "torch"))
+    ours, theirs = (fastest(row for row in rows if row.implementation == name) for name in ("fused", "torch"))
     answers: list[Sentence | None] = []
     if ours is not None:
         answers += [

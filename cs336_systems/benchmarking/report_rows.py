@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -107,6 +107,12 @@ def why_not_measured(rows: Sequence[Any], label: Callable[[Any], str]) -> str:
 def status_or(row: Any, name: str) -> object:
     """A row's value, or why there is none; None where there is no row."""
     return None if row is None else row[name] if row.ok else row.status.upper()
+
+
+def fastest(rows: Iterable[Any]) -> Any:
+    """The row with the shortest median step; None where none has one."""
+    done = [row for row in rows if row.ok and row.step_median_ms]
+    return min(done, key=lambda row: row.step_median_ms, default=None)
 
 
 def with_spread(row: Any, name: str) -> object:

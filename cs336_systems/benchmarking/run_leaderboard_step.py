@@ -117,11 +117,8 @@ def run_leaderboard_step(
         check(memory_gib is None or memory_gib > 0, "memory_gib", memory_gib, "must be above 0")
         card_gib, attention = _card(device, max(ranks))
         memory_gib = memory_gib or (card_gib and USED_SHARE * card_gib)
-        plans = [
-            (replace(base, implementation=name, world_size=n), plan)
-            for n, name in product(ranks, implementation)
-            for plan in _plans(base, name, n, memory_gib, kept_blocks)
-        ]
+        planned = [replace(base, implementation=name, world_size=n) for n, name in product(ranks, implementation)]
+        plans = [(cell, plan) for cell in planned for plan in _plans(cell, memory_gib, kept_blocks)]
         cells = (
             replace(
                 cell,
@@ -154,17 +151,16 @@ def run_leaderboard_step(
     return results.rows if results is not None else []
 
 
-def _plans(
-    cell: LeaderboardCell, implementation: str, world_size: int, memory_gib: float | None, kept_blocks: tuple[int, ...]
-) -> list[MemoryPlan]:
-    """An implementation's plan for the memory, or those of the numbers of blocks that were asked for; without a limit
-    all is kept."""
-    model = cell.model_config(), cell.batch_size * cell.ctx, world_size
-    recomputes = implementation == "fused"
-    limit = math.inf if memory_gib is None else memory_gib if recomputes else memory_gib / TORCH_OVER_FORMULA
+def _plans(cell: LeaderboardCell, memory_gib: float | None, kept_blocks: tuple[int, ...]) -> list[MemoryPlan]:
+    """A cell's plan for the memory, or those of the numbers of blocks that were asked for; without a limit all is
+    kept."""
+    model = cell.model_config(), cell.batch_size * cell.ctx, cell.world_size
+    limit = math.inf if memory_gib is None else memory_gib
+    if cell.implementation == "torch":
+        limit /= TORCH_OVER_FORMULA
     if not kept_blocks:
-        return [plan_memory(*model, limit, cell.precision, recomputes)]
-    return [predict_memory(*model, n, limit, cell.precision, recomputes) for n in kept_blocks]
+        return [plan_memory(*model, limit, cell.precision, cell.recomputes)]
+    return [predict_memory(*model, n, limit, cell.precision, cell.recomputes) for n in kept_blocks]
 
 
 def _parts(implementation: str, attention: str, device: str) -> dict[str, Any]:
@@ -202,12 +198,12 @@ def _ask_card(n_cards: int) -> tuple[float, float, str]:
 
 
 def _plan_table(cell: LeaderboardCell, plan: MemoryPlan) -> str:
-    checkpointed, kept = "their input", "everything"
     memory_gib = plan.memory_bytes / 2**30
     if cell.implementation == "fused":
         checkpointed, kept = "their input and attention's output", "all but what elementwise kernels make again"
-    what = "That is"
-    if cell.implementation == "torch":
+        what = "That is"
+    else:
+        checkpointed, kept = "their input", "everything"
         memory_gib *= TORCH_OVER_FORMULA
         what = f"With the {TORCH_OVER_FORMULA - 1:.0%} that PyTorch's parts may hold beyond it, that is"
     fits = f"\n\n{what} more than the {memory_gib:.2f} GiB that it may use, and is tried all the same."
