@@ -109,6 +109,19 @@ def test_an_operator_gives_way_to_those_that_do_its_work() -> None:
     assert all(kernel.is_in("forward") for kernel in trace.kernels)
 
 
+def test_an_operator_that_was_interrupted_counts_as_the_others_like_it_do() -> None:
+    """Where the machine takes the CPU away between two products, the node around them is long by itself."""
+    events = []
+    for step, interrupted in enumerate((0, 500, 0)):
+        start = 1000 * step
+        events += [
+            _operator("MmBackward0", start, start + 100 + interrupted),
+            _operator("aten::mm", start + 1, start + 45),
+            _operator("aten::mm", start + 50 + interrupted, start + 99 + interrupted),
+        ]
+    assert [kernel.name for kernel in _read(*events).kernels] == ["aten::mm"] * 6
+
+
 def test_what_is_no_trace_is_refused() -> None:
     for document in ([], {}, {"traceEvents": None}):
         with pytest.raises(ValueError, match="has no traceEvents"):
@@ -152,7 +165,7 @@ def test_a_step_on_a_cpu(profiled: Trace) -> None:
         == 2 * (7 + 2) + 1
         == rows["forward"].kernels - sum(count for name, count in counts.items() if name != "matmul")
     )
-    assert class_table(profiled, "backward")[0].count >= 2 * counts["matmul"] - 1
+    assert class_table(profiled, "backward")[0].count == 2 * counts["matmul"]
     assert rows["optimizer"].matmul_share == 0
     assert rows["scores"].matmul_share > 0 == rows["softmax"].matmul_share
 

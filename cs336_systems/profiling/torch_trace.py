@@ -1,7 +1,7 @@
 """The same records from torch.profiler, for those who have no nsys: a step's trace, and a step recorded.
 
-On a CPU there are no kernels; operators take their place. One that spends most of its time in operators that it calls
-gives way to them, so that no time counts twice.
+On a CPU there are no kernels; operators take their place. One that as a rule spends most of its time in operators that
+it calls gives way to them, so that no time counts twice.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -171,16 +172,16 @@ def _operators(events: list[dict[str, Any]], opened: OpenRanges) -> list[Kernel]
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     operators.sort(key=lambda event: (event.get("pid", 0), event.get("tid", 0), event["ts"], -event["dur"]))
     parents: list[int | None] = []
-    in_children = [0.0] * len(operators)
+    children: list[list[int]] = [[] for _ in operators]
     stack: list[int] = []
     for index, event in enumerate(operators):
         while stack and not _contains(operators[stack[-1]], event):
             stack.pop()
         parents.append(stack[-1] if stack else None)
         if stack:
-            in_children[stack[-1]] += event["dur"]
+            children[stack[-1]].append(index)
         stack.append(index)
-    gives_way = [in_children[index] > 0.5 * event["dur"] for index, event in enumerate(operators)]
+    gives_way = _giving_way(operators, children)
     counted, kernels = [False] * len(operators), []  # counted: it or one that called it is in the table
     for index, event in enumerate(operators):
         parent = parents[index]
@@ -192,6 +193,19 @@ def _operators(events: list[dict[str, Any]], opened: OpenRanges) -> list[Kernel]
             ranges = opened.at(process, thread, start)
             kernels.append(Kernel(event["name"], start, end, thread, 0, process, start, ranges))
     return kernels
+
+
+def _giving_way(operators: list[dict[str, Any]], children: list[list[int]]) -> list[bool]:
+    """Whether each operator gives way to its children. Those of one name that call the same operators are judged
+    together, by their median: one of them that was interrupted in its own code must not count otherwise than the rest.
+    """
+    works = [(event["name"], *(operators[child]["name"] for child in children[i])) for i, event in enumerate(operators)]
+    shares: dict[tuple[str, ...], list[float]] = {}
+    for index, event in enumerate(operators):
+        if children[index]:
+            in_children = sum(operators[child]["dur"] for child in children[index])
+            shares.setdefault(works[index], []).append(in_children / max(event["dur"], in_children, 1e-3))
+    return [work in shares and median(shares[work]) > 0.5 for work in works]
 
 
 def _contains(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
