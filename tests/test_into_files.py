@@ -126,9 +126,10 @@ def test_that_nobody_reads_on_stops_nothing(monkeypatch, stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing it writes once more
 
 
-def test_a_busy_machine_is_told_where_the_cpu_is_timed(monkeypatch, capsys):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    for load, told in ((5.9, False), (6.1, True)):
+def test_a_busy_machine_is_told_and_recorded_where_the_cpu_is_timed(monkeypatch, capsys):
+    n_cores = os.cpu_count() or 1
+    for load, recorded in ((1.4 * n_cores, None), (1.6 * n_cores, round(1.6 * n_cores, 1))):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        resolve_device("cpu", "command")
-        assert ("busy (load 6.1, cores 4)" in capsys.readouterr().err) == told
+        assert resolve_device("cpu", "command")[1].busy_load == recorded
+        told = f"busy (load {load:.1f}, cores {n_cores})" in capsys.readouterr().err
+        assert told == (recorded is not None)

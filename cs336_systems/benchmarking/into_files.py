@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ from cs336_systems.benchmarking.before_work import check_models
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
-from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
+from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here, load_average
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
 from cs336_systems.signals import answer
 
@@ -137,27 +136,21 @@ def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
     """
     if sys.stderr.isatty():
         tell("Importing PyTorch and looking for a GPU …")  # seconds, once
-    outcome = run_isolated(_probe, device, command)
+    outcome = run_isolated(_probe, device, command, load_average())
     check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
     resolved, provenance, available = outcome.value
     check(resolved in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
-    if resolved == "cpu":
-        _tell_if_busy()
+    if resolved == "cpu" and provenance.busy_load is not None:
+        # Threads that wait for one another on cores that others use multiply a CPU's times, the same in every step.
+        tell(
+            f"This machine is busy (load {provenance.busy_load:.1f}, cores {provenance.cpu_count}): times on its CPU "
+            "will be far too long, though their spread may be small. OMP_NUM_THREADS=1 suffers least."
+        )
     return resolved, provenance
 
 
-def _tell_if_busy() -> None:
-    """Threads that wait for one another on cores that others use multiply a CPU's times, the same in every step."""
-    load, n_cores = (os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0), os.cpu_count() or 1
-    if load > 1.5 * n_cores:
-        tell(
-            f"This machine is busy (load {load:.1f}, cores {n_cores}): times on its CPU will be far too long, though "
-            "their spread may be small. OMP_NUM_THREADS=1 suffers least."
-        )
-
-
-def _probe(device: str, command: str) -> tuple[str, Provenance, list[str]]:
+def _probe(device: str, command: str, load: float) -> tuple[str, Provenance, list[str]]:
     available = devices_here()
     if device == "auto":
         device = best_device(available)
-    return device, collect_provenance(command, device if device in available else "cpu"), available
+    return device, collect_provenance(command, device if device in available else "cpu", load), available

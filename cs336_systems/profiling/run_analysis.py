@@ -224,7 +224,7 @@ def _provenance(command: str, files: Sequence[Path], gpu: str | None) -> Provena
         beside = file.parent / "benchmark.json"
         if beside.exists():
             return replace(_read_benchmark(beside)[0][-1], command=command)
-    unknown = dict.fromkeys(("driver", "cuda", "torch", "triton", "cpu", "git_commit"), "unknown")
+    unknown: dict[str, Any] = dict.fromkeys(("driver", "cuda", "torch", "triton", "cpu", "git_commit"), "unknown")
     return Provenance(
         command=command,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
