@@ -200,7 +200,8 @@ def test_another_run_is_not_resumed(tmp_path, capsys):
     train(config)
     for changes, message in (
         ({"seed": 1}, "error: --seed 1: the run under"),
-        ({"steps": 9}, "error: --steps 9: the run under"),
+        ({"steps": 9, "seed": 1}, "error: --steps 9: the run under"),  # of several, the first that --help has
+        ({"steps": 9}, "with 8, on which its learning rate depends from the first step; go on with that, or name"),
         ({"learning_rate": 0.02}, "was begun with 0.01"),
         ({"precision": "bf16"}, "error: --precision bf16: the run under"),
     ):
@@ -231,6 +232,7 @@ def test_a_damaged_line_of_metrics_is_named_before_anything_is_trained(tmp_path,
 def test_the_command_line_names_the_flag_and_needs_no_torch():
     for arguments, status, message in (
         (["--help"], 0, "--sharded-optimizer"),
+        (["--help"], 0, "--resume cannot"),
         (["--ctx", "0"], 2, "error: --ctx 0: must be at least 1"),
         (["--precision", "fp8"], 2, "invalid choice 'fp8'"),
     ):

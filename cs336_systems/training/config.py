@@ -64,7 +64,8 @@ class TrainArguments:
     accumulation_steps: int = 1
     """Micro-batches into which each process divides its part of the batch; their gradients are added up."""
     steps: int = 300
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. The learning rate depends on it at each of them: --resume cannot change it, and
+    a longer run begins anew."""
     warmup_steps: int | None = None
     """Steps over which the learning rate rises, before it follows half a cosine to the end of the run; unless given, a
     tenth of the steps, and 20 at most."""

@@ -157,10 +157,12 @@ def _check_memory(config: TrainConfig, device: str, world_size: int) -> None:
 
 def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile) -> None:
     begun, now = checkpoint.config, plain_config(config)
-    for name in now.keys() - FREE_ON_RESUME:
-        if begun.get(name) != now[name]:
+    for name in now:
+        if name not in FREE_ON_RESUME and begun.get(name) != now[name]:
             message = f"the run under {str(config.out)!r} was begun with {begun.get(name)!r}"
-            raise ValueError(f"{name}={now[name]!r}: {message}; go on with that, or name another --out")
+            if name == "steps":
+                message += ", on which its learning rate depends from the first step"
+            raise ValueError(f"{name}={now[name]!r}: {message}; go on with that, or name another --out for a new run")
     check(
         checkpoint.data_sha256 == tokens.sha256,
         "data",
