@@ -37,6 +37,15 @@ class KnowsItsMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class HasMemoryOptions(Protocol):
+    """A cell with options of its own that lessen its memory."""
+
+    def memory_options(self) -> str:
+        """What to take for that, e.g. "fewer --kept-blocks"; "" where nothing of it is left."""
+        ...
+
+
 def missing_here(cells: Sequence[BenchmarkCell]) -> str:
     """For the first cell whose attention or kernels cannot run on its device: the parameter, its value, why not, and
     what can run; "" where all can. Imports torch, and asks a card what it is."""
@@ -87,7 +96,7 @@ def _limit_files(root: Path) -> list[Path]:
 def memory_shortage(cell: BenchmarkCell) -> str:
     """By formula, that a step of the cell takes more memory than a machine has on whose CPU it is to run; else ""."""
     what = f"a {cell.mode} of batch {cell.batch_size} and context {cell.ctx}"
-    also = ", fewer --kept-blocks or a smaller --memory-gib" if getattr(cell, "kept_blocks", 0) else ""
+    also = cell.memory_options() if isinstance(cell, HasMemoryOptions) else ""
     return shortage(cell.device, what, _peak_bytes(cell), _ranks_here(cell), also)
 
 
@@ -102,7 +111,7 @@ def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1, also
         gib, fewer = f"on each of {n_ranks} ranks {gib} in all", ", fewer --processes"
     return (
         f"{what} {gib} by formula, and this machine has {present / GIB:.1f}; take a smaller --size, --ctx or "
-        f"--batch-size{fewer}{also}, or a GPU"
+        f"--batch-size{fewer}{', ' if also else ''}{also}, or a GPU"
     )
 
 

@@ -21,7 +21,7 @@ from cs336_systems.benchmarking.run_leaderboard_step import run_leaderboard_step
 from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
 from cs336_systems.benchmarking.sharding_cells import ShardingCell, ShardingRow
 from cs336_systems.benchmarking.sweep import run_sweep
-from cs336_systems.configs import MODEL_SIZES, named_cell, named_cells
+from cs336_systems.configs import MODEL_SIZES, BenchmarkCell, named_cell, named_cells
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.feasibility import GIB, check_memory, machine_memory_bytes, memory_shortage, missing_here, shortage
 from cs336_systems.provenance import collect_provenance
@@ -119,6 +119,16 @@ def test_the_leaderboards_step_asks_its_plan(monkeypatch):
     limit(monkeypatch, 2 * plan.peak_bytes / GIB)
     assert memory_shortage(cell) == ""
     assert memory_shortage(replace(cell, batch_size=2))
+
+
+def test_a_kind_of_cell_names_options_of_its_own(eight_gib):
+    class _WithOptions(BenchmarkCell):
+        def memory_options(self):
+            return "a smaller --cache"
+
+    plain, own = (memory_shortage(kind(**asdict(named_cell("xl", 256)))) for kind in (BenchmarkCell, _WithOptions))
+    assert plain.endswith("take a smaller --size, --ctx or --batch-size, or a GPU")
+    assert own.endswith("take a smaller --size, --ctx or --batch-size, a smaller --cache, or a GPU")
 
 
 def test_nothing_is_refused_on_a_gpu(monkeypatch):

@@ -52,6 +52,10 @@ class LeaderboardCell(RankCell):
         kept = self.kept_blocks
         return predict_memory(*shape, kept, precision=self.precision, recomputes=self.recomputes).peak_bytes
 
+    def memory_options(self) -> str:
+        """What lessens it beside a smaller model, batch or more ranks."""
+        return "fewer --kept-blocks or a smaller --memory-gib" if self.kept_blocks else ""
+
 
 @dataclass(frozen=True)
 class LeaderboardRow(MeasuredStep, LeaderboardCell):
