@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -59,6 +60,18 @@ def test_reports_are_found_exported_and_named(nsys: Path, tmp_path: Path) -> Non
     analyze(tmp_path / "cells", out=tmp_path / "out", nsys=nsys_command(nsys))
     assert (tmp_path / "out" / "small-ctx128.md").exists()
     assert exported.with_suffix(".sqlite").exists()
+
+
+def test_the_sqlite_of_an_earlier_report_is_not_taken_for_the_one_beside_it(nsys: Path, tmp_path: Path) -> None:
+    report = tmp_path / "cells" / "small-ctx128" / "report.nsys-rep"
+    report.parent.mkdir(parents=True)
+    report.touch()
+    (sqlite := report.with_suffix(".sqlite")).touch()
+    for age_s, found in ((-10, report), (10, sqlite)):
+        os.utime(sqlite, (report.stat().st_atime, report.stat().st_mtime + age_s))
+        assert find_reports([tmp_path / "cells"])[0] == [found]
+    report.unlink()
+    assert find_reports([tmp_path / "cells"])[0] == [sqlite]
 
 
 def test_a_report_that_cannot_be_read_among_others_is_named_and_left_out(

@@ -101,7 +101,8 @@ def _compare(command: str, files: Sequence[Path], out: Path, nsys: str) -> None:
 
 
 def find_reports(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """The report files that paths stand for, and those of the paths that are folders of scripts/profile_nsys.py.
+    """The report files that paths stand for, and those of the paths that are folders of scripts/profile_nsys.py. There
+    a report is its SQLite if it is `exported`, else the .nsys-rep, to be exported.
 
     Raises ValueError for a path that is not there.
     """
@@ -114,8 +115,9 @@ def find_reports(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
             continue
         folders.append(path)
         for folder in sorted(path.iterdir(), key=lambda one: one.stat().st_mtime):
-            names = (folder / "report.sqlite", folder / "report.nsys-rep")
-            files += [name for name in names if name.exists()][:1]
+            report = folder / "report.nsys-rep"
+            found = exported(report) or report
+            files += [found] if found.exists() else []
     return files, folders
 
 
