@@ -143,9 +143,35 @@ def test_steps_and_report_name_the_same_folders():
     folders = [step.folder for step in STEPS]
     assert len(folders) == len(set(folders))
     parts = [part for item in ITEMS for part in item.parts]
-    assert {part.folder for part in parts} - {None} == set(folders)
+    assert {part.folder for part in parts} - {None} <= set(folders)
     patterns = {name.replace("/**", "") for part in parts for name in part.files}
     assert [step.path for step in STEPS if step.path not in patterns] == []
+
+
+MADE_OTHERWISE = {
+    "published": "what others measured, copied from where they say it",
+    "ncu": "counters of a profiler that asks for rights which most machines do not give: docs/attention.md has the line",
+    "all_reduce/4_ctas": "of an earlier run; ddp/nccl_options measures the same beside the steps",
+}
+
+
+def test_every_folder_of_results_is_made_by_a_step():
+    results = Path(reproduce.__file__).parents[2] / "results"
+    patterns = [name for item in ITEMS for part in item.parts for name in part.files if "**" in name]  # by world size
+    made = {step.folder for step in STEPS} | {
+        path.parent.relative_to(results).as_posix() for pattern in patterns for path in results.glob(pattern)
+    }
+    there = {path.parent for path in results.rglob("*") if path.suffix in (".json", ".csv")} - {results}
+    folders = {folder.relative_to(results).as_posix() for folder in there}
+    assert folders >= MADE_OTHERWISE.keys()
+    assert sorted(folders - made - MADE_OTHERWISE.keys()) == []
+
+
+def test_the_sharded_optimizer_is_measured_in_both_precisions_beside_its_peers_in_one_run():
+    (words,) = step_named("sharded_optimizer").commands("gpus", "r")
+    given = " ".join(words)
+    assert "--precision fp32 bf16 " in given
+    assert "--implementation none sharded-optimizer torch-zero ddp torch-ddp" in given
 
 
 def test_every_step_has_a_guess_where_it_runs():

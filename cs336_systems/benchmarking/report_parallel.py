@@ -267,7 +267,12 @@ ITEMS = (
             _scheme_part("fp32", "In fp32"),
             _scheme_part("bf16", "In bf16"),
             Part(
-                "NCCL's CTAs", None, SCHEMES["nccl_options"].files, (SCHEMES["nccl_options"].make,), (), _answer_options
+                "NCCL's CTAs",
+                "ddp/nccl_options",
+                SCHEMES["nccl_options"].files,
+                (SCHEMES["nccl_options"].make,),
+                (),
+                _answer_options,
             ),
         ),
     ),
