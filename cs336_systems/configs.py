@@ -120,6 +120,8 @@ class BenchmarkCell:
     `size` is a label, one of `SIZE_NAMES`; the hyperparameters beside it are what is built. `warmup` and `steps` count
     steps; `ctx` counts tokens. `checkpoint_every` is the number of blocks in a checkpointed segment, 0 for none.
     `cuda_graphs` records forward and backward once and launches each as one piece (`workload.Workload`).
+    `master_weights` holds the blocks' matrices in bfloat16, to which autocast would round them in each step, and their
+    float32 masters in the project's fused AdamW.
     `cold_caches` gives the cell empty compile caches of its own.
 
     Raises:
@@ -136,6 +138,7 @@ class BenchmarkCell:
     attention: Attention = "naive"
     kernels: Kernels = "plain"
     optimizer: Optimizer = "adamw"
+    master_weights: Switch = "off"
     checkpoint_every: int = 0
     warmup: int = 5
     steps: int = 10
@@ -178,6 +181,13 @@ class BenchmarkCell:
                 "on",
                 f"goes without checkpoints, which ask for the generator's state, and checkpoint_every="
                 f"{self.checkpoint_every}",
+            )
+        if self.master_weights == "on":
+            for name, needed in (("precision", "bf16"), ("mode", "train-step"), ("optimizer", "adamw")):
+                value = getattr(self, name)
+                check(value == needed, "master_weights", "on", f"needs {name}={needed!r}, and {name}={value!r}")
+            check(
+                self.kernels != "plain", "master_weights", "on", "needs kernels='loss' or 'fused', and kernels='plain'"
             )
         self.model_config()  # refuses hyperparameters that do not fit each other
 

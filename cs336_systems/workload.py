@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.model import BasicsTransformerLM, Linear
 from cs336_basics.nn_utils import cross_entropy
 from cs336_basics.optimizer import AdamW
 from cs336_systems.attention.model_attention import set_attention, why_not
@@ -38,8 +38,8 @@ class Workload:
     at their addresses, where backward writes them anew.
 
     Attributes:
-        model: the `BasicsTransformerLM`, parameters in float32; compiled, and its blocks in checkpointed segments, if
-            the cell says so.
+        model: the `BasicsTransformerLM`, parameters in float32, or the blocks' matrices rounded (`round_matrices`);
+            compiled, and its blocks in checkpointed segments, if the cell says so.
         inputs, targets: (batch, context) token ids.
         optimizer: None unless the mode is train-step.
         loss: the last step's loss, on the device, and during backward with its graph; None after a forward step.
@@ -68,6 +68,8 @@ class Workload:
         self.optimizer = None
         if cell.mode == "train-step":
             self.optimizer = build_optimizer(cell.optimizer, self.model, cell.kernels)
+        if cell.master_weights == "on":
+            round_matrices(self.model, self.optimizer, _AUTOCAST_DTYPE[cell.precision])
         scaled = cell.precision == "fp16" and cell.mode == "train-step"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.loss: Float[Tensor, ""] | None = None
@@ -151,6 +153,14 @@ def build_optimizer(name: str, model: torch.nn.Module, kernels: str = "plain") -
     """`optimizer_class` of the model's parameters, with its default settings."""
     make, keywords = optimizer_class(name, kernels)
     return make(model.parameters(), **keywords)
+
+
+def round_matrices(model: BasicsTransformerLM, optimizer: Any, dtype: torch.dtype) -> None:
+    """Leaves the blocks' matrices, which autocast rounds in each step, rounded, and their float32 values to a
+    `FusedAdamW`. Call it before the model is compiled and before its first step. The last layer's weight stays float32,
+    as the fused loss sums its gradient in float32, and the embeddings, which autocast never rounds."""
+    matrices = [module.weight for module in model.layers.modules() if isinstance(module, Linear)]
+    optimizer.use_master_weights(matrices, dtype)
 
 
 def hide_compiler_search() -> None:

@@ -1,7 +1,7 @@
 """Time a Transformer's forward pass, backward pass and optimizer step, one cell or a whole sweep.
 
-Several values for size, ctx, mode, precision, compile, cuda-graphs, attention, kernels, optimizer, checkpoint-every or
-warmup are a sweep over their product:
+Several values for size, ctx, mode, precision, compile, cuda-graphs, attention, kernels, optimizer, master-weights,
+checkpoint-every or warmup are a sweep over their product:
 
     python scripts/benchmark.py --size small medium --ctx 128 256 --precision fp32 bf16
 
@@ -41,6 +41,9 @@ class Arguments:
     and the project's AdamW (loss); or these and norms, SwiGLU and rotary positions (fused)."""
     optimizer: tuple[Optimizer, ...] = ("adamw",)
     """The project's AdamW, or PyTorch's fused one."""
+    master_weights: tuple[Switch, ...] = ("off",)
+    """on, with --precision bf16 and --kernels loss or fused: the blocks hold their matrices in bfloat16, and the
+    optimizer their float32 masters: the numbers are autocast's, which rounds and widens them anew in every step."""
     checkpoint_every: tuple[int, ...] = (0,)
     """Blocks in a checkpointed segment, run again in backward; 0 for no checkpoints."""
     warmup: tuple[int, ...] = (5,)

@@ -59,6 +59,12 @@ def test_a_model_that_cannot_be_is_refused(change, message):
         ({"device": "gpu"}, r"device='gpu': must be cpu, mps, cuda or cuda:N"),
         ({"seed": -1}, r"seed=-1: must be between"),
         ({"num_heads": 5}, r"num_heads=5: must divide d_model=128"),
+        ({"master_weights": "on"}, r"master_weights='on': needs precision='bf16', and precision='fp32'"),
+        ({"master_weights": "on", "precision": "bf16"}, r"needs kernels='loss' or 'fused', and kernels='plain'"),
+        (
+            {"master_weights": "on", "precision": "bf16", "kernels": "fused", "mode": "forward"},
+            r"master_weights='on': needs mode='train-step', and mode='forward'",
+        ),
     ],
 )
 def test_a_cell_that_cannot_run_is_refused(change, message):

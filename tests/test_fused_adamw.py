@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
 from cs336_basics.optimizer import AdamW
-from cs336_systems.kernels import adamw as module
-from cs336_systems.kernels.adamw import TILE, FusedAdamW
+from cs336_systems.kernels import adamw_launch as module
+from cs336_systems.kernels.adamw import FusedAdamW
+from cs336_systems.kernels.adamw_launch import TILE
 from tests.attention_helpers import IGNORE_INTERPRETER
 
 pytestmark = IGNORE_INTERPRETER
@@ -154,14 +155,14 @@ def test_offsets_pass_2_to_the_31(device):
     optimizer.state[expected] = {"step": 4, "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
     optimizer.step()
     missing_tiles = 2**31 // TILE
-    addresses = [x.data_ptr() - 4 * 2**31 for x in (p, g, m, v)]
-    scalars = module._scalars(optimizer.param_groups[0], 5)
+    addresses = [*(x.data_ptr() - 4 * 2**31 for x in (p, g, m, v)), 0]
+    scalars = module.packed_scalars(optimizer.param_groups[0], 5)
     row = [*addresses, 2**31 + p.numel(), -missing_tiles, *scalars]
     table = torch.tensor([row], device=device)
     float32 = module.tl.float32
     module.launch(
         module._adamw_kernel, 2, table, torch.zeros(2, dtype=torch.int32, device=device), P_DTYPE=float32,
-        G_DTYPE=float32, M_DTYPE=float32, V_DTYPE=float32, ALIGNMENT=16, ROW=module._ROW, TILE=TILE,
+        G_DTYPE=float32, M_DTYPE=float32, V_DTYPE=float32, W_DTYPE=None, ALIGNMENT=16, ROW=module._ROW, TILE=TILE,
     )  # fmt: skip
     assert_equal_to_1e_6([p, m, v], [expected, *(optimizer.state[expected][x] for x in ("exp_avg", "exp_avg_sq"))])
 

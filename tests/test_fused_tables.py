@@ -41,6 +41,8 @@ def test_the_fastest_of_each_kind(tmp_path):
         ("large", 50.0, {"compile": "blocks", "optimizer": "adamw-fused", **graphs}),
         ("large", 70.0, {"kernels": "fused"}),
         ("large", 40.0, {"kernels": "fused", **graphs}),
+        ("large", 65.0, {"kernels": "loss", "compile": "blocks"}),
+        ("large", 61.0, {"kernels": "loss", "compile": "blocks", "master_weights": "on"}),
         ("large", 30.0, {"kernels": "plain", "attention": "flash-triton", "compile": "on"}),
         ("2.7b", "oom", {"kernels": "fused"}),
         ("2.7b", 200.0, {"compile": "on", "optimizer": "adamw-fused"}),
@@ -51,6 +53,8 @@ def test_the_fastest_of_each_kind(tmp_path):
     assert lines["`--compile on`, PyTorch's AdamW"] == "60 | – | 3 | 200 | – | 3"  # not flash-triton's 30
     assert lines["`--compile blocks --cuda-graphs on`, PyTorch's AdamW"].startswith("50 |")
     assert lines["`--kernels fused`"] == "70 | – | 3 | – | – | –"
+    assert lines["`--kernels loss --compile blocks`"].startswith("65 |")
+    assert lines["`--kernels loss --master-weights on --compile blocks`"].startswith("61 |")
     assert "eager, AdamW by a loop" not in lines
     whole = WAYS.tables[1](tmp_path)
     assert "| bf16 | sdpa | all fused | 70 | 0.5 | 3 | OOM |" in whole
@@ -61,7 +65,7 @@ def test_the_fastest_of_each_kind(tmp_path):
     assert "1.5 times as fast as torch.compile with SDPA and PyTorch's fused AdamW, launched one by one (60 ±" in said
     assert "Replayed as CUDA graphs the same step is 1.75 (all fused, sdpa) times as fast" in said
     assert "2.7b at" not in said
-    assert "Of 9 cells, 1 oom" in said
+    assert "Of 11 cells, 1 oom" in said
 
 
 def test_against_the_eager_model_in_float32(tmp_path):
@@ -98,9 +102,18 @@ def test_attention_in_the_model(tmp_path):
 def test_ways_have_names_of_their_own(tmp_path):
     shape = {**named_shape("tiny"), "ctx": 16, "device": "cuda"}
     rows = [
-        BenchmarkRow(**shape, kernels=kernels, compile=compiled, cuda_graphs=graphs, optimizer=optimizer)
+        BenchmarkRow(
+            **shape,
+            kernels=kernels,
+            compile=compiled,
+            cuda_graphs=graphs,
+            optimizer=optimizer,
+            precision="bf16",
+            master_weights=masters,
+        )
         for kernels, optimizer in (("plain", "adamw"), ("plain", "adamw-fused"), ("loss", "adamw"), ("fused", "adamw"))
         for compiled in ("off", "on", "blocks")
         for graphs in ("off", "on")
+        for masters in (("off", "on") if kernels != "plain" else ("off",))
     ]
     assert len({how(row) for row in rows}) == len(rows)

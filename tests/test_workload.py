@@ -9,6 +9,7 @@ import torch
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.configs import named_cell
 from cs336_systems.workload import Workload
+from tests.attention_helpers import IGNORE_INTERPRETER
 
 
 class _Recorder:
@@ -114,3 +115,29 @@ def test_the_model_is_made_on_the_card_and_tf32_is_set_and_unset():
     assert {parameter.device.type for parameter in workload.model.parameters()} == {"cuda"}
     Workload(_cell(device="cuda"))
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@IGNORE_INTERPRETER
+@pytest.mark.parametrize("kernels", ["loss", "fused"])
+def test_master_weights_change_no_gradient(kernels, device):
+    """Autocast rounds float32 weights to what the model holds here, and widens the gradients that it gets here."""
+    pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
+    cell = functools.partial(_cell, precision="bf16", kernels=kernels, device=device, attention="sdpa")
+    plain, rounded = Workload(cell()), Workload(cell(master_weights="on"))
+    for workload in (plain, rounded):
+        workload.step(_Recorder())
+    assert torch.equal(plain.loss, rounded.loss)
+    narrow = set()
+    for (name, weight), ours in zip(plain.model.named_parameters(), rounded.model.parameters(), strict=True):
+        assert torch.equal(weight.grad, ours.grad.float())
+        assert torch.equal(weight, rounded.optimizer.state[ours].get("master", ours))
+        if ours.dtype == torch.bfloat16:
+            narrow.add(name)
+    blocks = "q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"
+    assert {name.split(".")[-2] for name in narrow} == set(blocks)
+    assert len(narrow) == 2 * len(blocks)
+    if device == "cuda":  # the interpreter cuts off where a GPU rounds
+        for _ in range(3):
+            plain.step(_Recorder())
+            rounded.step(_Recorder())
+            assert torch.equal(plain.loss, rounded.loss)

@@ -35,12 +35,16 @@ def how(row: Any) -> str:
     """What a row's model is made of, e.g. "all fused, blocks compiled, CUDA graphs"."""
     optimizer = ", PyTorch's AdamW" if row.optimizer == "adamw-fused" else ", AdamW by a loop"
     graphs = ", CUDA graphs" if row.cuda_graphs == "on" else ""
-    return f"{_KERNELS[row.kernels]}{optimizer if row.kernels == 'plain' else ''}{_COMPILED[row.compile]}{graphs}"
+    masters = ", master weights" if row.master_weights == "on" else ""
+    kernels = f"{_KERNELS[row.kernels]}{optimizer if row.kernels == 'plain' else ''}"
+    return f"{kernels}{masters}{_COMPILED[row.compile]}{graphs}"
 
 
-def _kind(kernels: str, compiled: str, graphs: str = "off", optimizer: str = "adamw") -> dict[str, str]:
+def _kind(
+    kernels: str, compiled: str, graphs: str = "off", optimizer: str = "adamw", masters: str = "off"
+) -> dict[str, str]:
     how = {"kernels": kernels, "compile": compiled, "cuda_graphs": graphs, "optimizer": optimizer}
-    return {"attention": "sdpa", **how}
+    return {"attention": "sdpa", **how, "master_weights": masters}
 
 
 # What the short table sets beside each other, all with SDPA.
@@ -55,6 +59,10 @@ IN_SHORT = {
     "`--kernels fused --compile blocks`": _kind("fused", "blocks"),
     "`--kernels loss --compile blocks`": _kind("loss", "blocks"),
     "`--kernels fused --compile blocks --cuda-graphs on`": _kind("fused", "blocks", "on"),
+    "`--kernels loss --master-weights on --compile blocks`": _kind("loss", "blocks", masters="on"),
+    "`--kernels fused --master-weights on --compile blocks --cuda-graphs on`": _kind(
+        "fused", "blocks", "on", masters="on"
+    ),
 }
 
 
@@ -69,7 +77,7 @@ def _fused_in_short(results: Path) -> str:
     for name, kind in IN_SHORT.items():
         line: list[object] = [name]
         for these in by_model(rows).values():
-            row = fastest(row for row in these if all(row[field] == value for field, value in kind.items()))
+            row = fastest(row for row in these if all((row[field] or "off") == value for field, value in kind.items()))
             line += [row and row.step_median_ms, row and percent(row.peak_share), row and row.peak_memory_gib]
         if any(cell is not None for cell in line[1:]):
             body.append(line)

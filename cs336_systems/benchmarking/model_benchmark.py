@@ -112,6 +112,7 @@ def cell_label(cell: BenchmarkCell) -> str:
     graphs = " graphs" if cell.cuda_graphs == "on" else ""
     attention = "" if cell.attention == "naive" else f" {cell.attention}"
     kernels = "" if cell.kernels == "plain" else f" {cell.kernels}"
+    kernels += " masters" if cell.master_weights == "on" else ""
     checkpoints = f" checkpoint every {cell.checkpoint_every}" if cell.checkpoint_every else ""
     return f"{cell.size} ctx {cell.ctx} {cell.mode} {cell.precision}{attention}{kernels}{compiled}{graphs}{checkpoints}"
 
@@ -127,6 +128,7 @@ _PARAMETER_HEADINGS = {
     "compile": "compile",
     "cuda_graphs": "CUDA graphs",
     "optimizer": "optimizer",
+    "master_weights": "master weights",
     "checkpoint_every": "checkpoint every",
     "warmup": "warm-up",
     # Constant in one run, but a resumed file may hold several.

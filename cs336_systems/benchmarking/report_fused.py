@@ -30,6 +30,8 @@ _PEERS: dict[str, Callable[[Any, Any], bool]] = {
     ),
 }
 
+_SAME_BUT_FOR_GRAPHS = ("attention", "kernels", "compile", "optimizer", "master_weights")
+
 
 def _answer_fused(results: Path) -> list[Sentence | None]:
     rows = read_rows(results / FUSED)[0]
@@ -56,7 +58,7 @@ def _answer_fused(results: Path) -> list[Sentence | None]:
             for row in these
             if row.ok and row.cuda_graphs == "on"
             and (launched := next((other for other in these if other.ok and other.cuda_graphs != "on" and all(
-                other[name] == row[name] for name in ("attention", "kernels", "compile", "optimizer"))), None))
+                other[name] == row[name] for name in _SAME_BUT_FOR_GRAPHS)), None))
         ]  # fmt: skip
         answers.append(say("Replayed as CUDA graphs the same step is {range} times as fast.", range=from_to(pairs)))
     return [*answers, failures(rows)]

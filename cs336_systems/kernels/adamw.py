@@ -3,13 +3,16 @@
 A plain loop starts a dozen kernels a parameter, and large's 330 parameters then take longer to launch than to update.
 One kernel can go through all of them if it finds each by itself: a table on the device has a row for each tensor, with
 the addresses of parameter, gradient and state, and what the update needs of its group and step.
+
+The same pass can keep low-precision weights beside float32 masters (Micikevicius et al. 2018, "Mixed Precision
+Training", section 3.1). Autocast over float32 weights reads 4 and writes 2 bytes a weight in each step to round it, and
+the product's gradient in 2 bytes is read and written as 4 for the optimizer to read: 42 bytes a weight with the
+update's own. Here the update writes the rounded weight, and reads the gradient as the product made it: 30.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,112 +21,8 @@ import torch
 from torch import Tensor
 
 from cs336_basics.optimizer import AdamW, Loss
-from cs336_systems.kernels.support import SUPPORTED_DTYPES, check_device, launch, tl, triton
-
-TILE = 2048  # elements that a program updates, 8 a thread: more would leave registers for one program a multiprocessor
-_N_WARPS = 8
-_ALIGNMENT_BYTES = 16  # of the widest loads and stores
-_MAX_TILE_MAPS = 16
-
-# A row of the table, in int64: four addresses, elements, the tensor's first tile, then six float32 in pairs.
-_ROW = 9
-_FLOATS = struct.Struct("6f")
-_PAIRS = struct.Struct("3q")
-
-
-@triton.jit
-def _pointer(address_ptr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(DTYPE)), ALIGNMENT)  # ty: ignore[invalid-argument-type]
-
-
-@triton.jit
-def _update_tile(p_ptr, g_ptr, m_ptr, v_ptr, row_ptr, offsets, n_elements, MASKED: tl.constexpr):
-    scalars_ptr = (row_ptr + 6).to(tl.pointer_type(tl.float32))
-    decay = tl.load(scalars_ptr)  # 1 - lr·λ
-    one_minus_beta1 = tl.load(scalars_ptr + 1)
-    beta2 = tl.load(scalars_ptr + 2)
-    one_minus_beta2 = tl.load(scalars_ptr + 3)
-    step_size = tl.load(scalars_ptr + 4)  # lr·√(1 - β₂ᵗ) / (1 - β₁ᵗ)
-    eps = tl.load(scalars_ptr + 5)  # ε·√(1 - β₂ᵗ)
-    mask = offsets < n_elements if MASKED else None
-    p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
-    g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
-    m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
-    v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
-    m += one_minus_beta1 * (g - m)
-    v = beta2 * v + one_minus_beta2 * g * g
-    p = decay * p - step_size * (m / (tl.sqrt(v) + eps))
-    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
-    tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
-    tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _adamw_kernel(
-    table_ptr,  # (n_tensors, ROW) int64
-    tensor_of_tile_ptr,  # (n_tiles,) int32
-    P_DTYPE: tl.constexpr,
-    G_DTYPE: tl.constexpr,
-    M_DTYPE: tl.constexpr,
-    V_DTYPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,  # bytes; of all addresses
-    ROW: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One program: TILE elements of one parameter and its state."""
-    tile = tl.program_id(0)
-    row_ptr = table_ptr + tl.load(tensor_of_tile_ptr + tile).to(tl.int64) * ROW
-    p_ptr = _pointer(row_ptr, P_DTYPE, ALIGNMENT)
-    g_ptr = _pointer(row_ptr + 1, G_DTYPE, ALIGNMENT)
-    m_ptr = _pointer(row_ptr + 2, M_DTYPE, ALIGNMENT)
-    v_ptr = _pointer(row_ptr + 3, V_DTYPE, ALIGNMENT)
-    n_elements = tl.load(row_ptr + 4)
-    start = (tile - tl.load(row_ptr + 5)) * TILE  # int64, as the table is
-    offsets = start + tl.arange(0, TILE)
-    # A mask whose end is not known to be a multiple of anything would make every access one element wide.
-    if start + TILE <= n_elements:
-        _update_tile(p_ptr, g_ptr, m_ptr, v_ptr, row_ptr, offsets, n_elements, False)
-    else:
-        _update_tile(p_ptr, g_ptr, m_ptr, v_ptr, row_ptr, offsets, n_elements, True)
-
-
-@functools.lru_cache(maxsize=_MAX_TILE_MAPS)
-def _tensor_of_tile(n_tiles: tuple[int, ...], device: torch.device) -> Tensor:
-    """(total tiles,) int32: which tensor each tile is of. It is the same in every step: made once."""
-    tensors = torch.arange(len(n_tiles), dtype=torch.int32)
-    return tensors.repeat_interleave(torch.tensor(n_tiles)).to(device)
-
-
-_TRITON_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-class _Launch:
-    """The tensors that one launch updates: rows of its table, one after another, and each row's tiles."""
-
-    def __init__(self) -> None:
-        self.table: list[int] = []
-        self.n_tiles: list[int] = []
-        self.first_tile = 0
-
-    def add(self, addresses: tuple[int, int, int, int], n_elements: int, scalars: tuple[int, ...]) -> None:
-        """Addresses of p, g, m and v; `_scalars`."""
-        self.table += (*addresses, n_elements, self.first_tile, *scalars)
-        tiles = -(-n_elements // TILE)
-        self.n_tiles.append(tiles)
-        self.first_tile += tiles
-
-
-def _launch_adamw(update: _Launch, dtypes: tuple[torch.dtype, ...], is_aligned: bool, device: torch.device) -> None:
-    """Updates the tensors of one combination of dtypes (p, g, m, v)."""
-    table = torch.tensor(update.table, dtype=torch.int64)
-    if device.type == "cuda":
-        # From pinned memory the copy is queued like a kernel; the allocator keeps that memory until it is done.
-        table = table.pin_memory().to(device, non_blocking=True)
-    p, g, m, v = (getattr(tl, _TRITON_DTYPES[dtype]) for dtype in dtypes)
-    launch(
-        _adamw_kernel, update.first_tile, table, _tensor_of_tile(tuple(update.n_tiles), device), P_DTYPE=p, G_DTYPE=g,
-        M_DTYPE=m, V_DTYPE=v, ALIGNMENT=_ALIGNMENT_BYTES if is_aligned else 1, ROW=_ROW, TILE=TILE, num_warps=_N_WARPS,
-    )  # fmt: skip
+from cs336_systems.kernels.adamw_launch import ALIGNMENT_BYTES, Launch, launch_adamw, packed_scalars
+from cs336_systems.kernels.support import SUPPORTED_DTYPES, check_device
 
 
 class _Known(NamedTuple):
@@ -132,13 +31,17 @@ class _Known(NamedTuple):
     address: int
     m: Tensor
     v: Tensor
+    master: Tensor | None
+    version: int  # of the parameter, less that of its master: the two are changed together, or by someone else
     gradient_dtype: torch.dtype
     gradient_stride: tuple[int, ...]
     n_elements: int
+    p_address: int  # of the master, if there is one
     m_address: int
     v_address: int
+    w_address: int
     unaligned: int  # the bits of the addresses, one or another, that are not a multiple of the alignment
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype | None, ...]
     device: torch.device
 
 
@@ -188,9 +91,10 @@ class FusedAdamW(AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        launches: dict[tuple, _Launch] = defaultdict(_Launch)
+        launches: dict[tuple, Launch] = defaultdict(Launch)
         updated: list[Tensor] = []
-        laid_out: list[tuple[Tensor, Tensor, Tensor]] = []
+        written_elsewhere: list[tuple[Tensor, Tensor]] = []
+        kept: list[Tensor] = []  # copies, until the launches that read them are on their way
         for group in self.param_groups:
             scalars: dict[int, tuple[int, ...]] = {}
             for parameter in group["params"]:
@@ -198,83 +102,133 @@ class FusedAdamW(AdamW):
                 if gradient is None or parameter.numel() == 0:
                     continue
                 state = self.state[parameter]
-                p, g = parameter, gradient
-                known = self._known.get(id(parameter))
+                g, known = gradient, self._known.get(id(parameter))
                 # Short, as hundreds of parameters go through it while the device may wait.
                 if (
                     known is None
                     or known.address != parameter.data_ptr()
                     or known.m is not state.get("exp_avg")
                     or known.v is not state.get("exp_avg_sq")
+                    or known.master is not state.get("master")
+                    or (known.master is not None and known.version != parameter._version - known.master._version)
                     or known.gradient_dtype is not gradient.dtype
                     or known.gradient_stride != gradient.stride()
                 ):
-                    p, g, known = self._look_at(parameter, gradient, state)
-                    if p is not parameter or g is not gradient:
-                        laid_out.append((parameter, p, g))
+                    g, written, known = self._look_at(parameter, gradient, state)
+                    kept.append(g)
+                    if written is not parameter:
+                        written_elsewhere.append((parameter, written))
                 t = state["step"] = int(state["step"]) + 1  # torch.optim's own AdamW has it in a tensor
                 if t not in scalars:
-                    scalars[t] = _scalars(group, t)
+                    scalars[t] = packed_scalars(group, t)
                 address = g.data_ptr()
-                is_aligned = (known.unaligned | address) % _ALIGNMENT_BYTES == 0
+                is_aligned = (known.unaligned | address) % ALIGNMENT_BYTES == 0
                 launches[known.dtypes, is_aligned, known.device].add(
-                    (known.address, address, known.m_address, known.v_address), known.n_elements, scalars[t]
+                    (known.p_address, address, known.m_address, known.v_address, known.w_address),
+                    known.n_elements,
+                    scalars[t],
                 )
                 updated.append(parameter)
+                if known.master is not None:
+                    updated.append(known.master)
         for key, update in launches.items():
-            _launch_adamw(update, *key)
-        for parameter, p, _ in laid_out:
-            if p is not parameter:
-                parameter.copy_(p)
+            launch_adamw(update, *key)
+        for parameter, written in written_elsewhere:
+            parameter.copy_(written)
         # As any operator that changes a tensor does: autograd must notice if a graph still needs the old values.
         torch.autograd.graph.increment_version(updated)
         return loss
 
+    def use_master_weights(self, weights: Iterable[Tensor], dtype: torch.dtype = torch.bfloat16) -> None:
+        """Rounds float32 parameters to `dtype`, where they lie in their modules, and keeps their float32 values as
+        "master" in the state: from now on a step updates the master and rounds it into the parameter.
+
+        Their gradients have `dtype` then, as matrix products under autocast make them: the updates are those of
+        autocast over float32 weights to the last bit, unless gradients of several backward passes are added up, which
+        rounds each sum. The model's state dict has the rounded weights, the optimizer's has the masters, and takes a
+        state without: then the parameters as they are, rounded or not, are what the masters begin from. A parameter
+        that something else changed between two steps is its master's new value.
+
+        Raises:
+            ValueError: `dtype` is neither float16 nor bfloat16; a weight is not this optimizer's, or not float32.
+        """
+        weights = list(weights)
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}; it must be float16 or bfloat16")
+        ours = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for index, weight in enumerate(weights):
+            if id(weight) not in ours:
+                raise ValueError(f"weights[{index}], {tuple(weight.shape)}, is no parameter of this optimizer")
+            if weight.dtype != torch.float32:
+                raise ValueError(f"weights[{index}] is {weight.dtype}; it must be float32, to be its own master first")
+        for weight in weights:
+            self.state[weight]["master"] = torch.empty_like(weight, requires_grad=False).copy_(weight.detach())
+            gradient, weight.grad = weight.grad, None
+            weight.data = weight.detach().to(dtype)
+            weight.grad = None if gradient is None else gradient.to(dtype)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of `AdamW`, `torch.optim.AdamW` or one of this class, in `state_dtype`."""
+        """Take the state of `AdamW`, `torch.optim.AdamW` or one of this class, in `state_dtype`. Masters are loaded for
+        parameters that have one."""
+        masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
         super().load_state_dict(state_dict)  # rounds state to the parameter's dtype
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], saved_group["params"], strict=True):
                 saved = state_dict["state"].get(index, {})
+                if parameter in masters:
+                    self.state[parameter]["master"] = masters[parameter].copy_(saved.get("master", parameter.detach()))
+                elif "master" in saved:
+                    del self.state[parameter]["master"]
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name in saved:
                         self.state[parameter][name] = self._zeros(parameter).copy_(saved[name])
 
     def _look_at(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, Tensor, _Known]:
-        """Checks a parameter, makes its state at its first step, and returns parameter and gradient, or copies of them,
-        laid out in memory as the state is. What is updated where it lies is remembered."""
+        """Checks a parameter, makes its state at its first step, and returns the gradient, or a copy laid out in memory
+        as the state is; the parameter, or what is to be copied into it; and what the launch needs. What is updated
+        where it lies is remembered."""
         _check(parameter, gradient)
         state.setdefault("step", 0)
-        m, v = state.get("exp_avg"), state.get("exp_avg_sq")
+        m, v, master = state.get("exp_avg"), state.get("exp_avg_sq"), state.get("master")
         if m is None or v is None:
             m, v = self._zeros(parameter), self._zeros(parameter)
         elif m.stride() != v.stride() or not (m.is_contiguous() or m.stride() == torch.empty_like(m).stride()):
             m, v = (self._zeros(parameter).copy_(x) for x in (m, v))
         state["exp_avg"], state["exp_avg_sq"] = m, v
-        p, g = _laid_out_like(m, parameter), _laid_out_like(m, gradient)
-        addresses = p.data_ptr(), m.data_ptr(), v.data_ptr()
+        g, written = _laid_out_like(m, gradient), _laid_out_like(m, parameter)
+        p = written
+        if master is not None:
+            # Where the parameter is not its master rounded, something else has changed it since.
+            changed = torch.where(parameter == master.to(parameter.dtype), master, parameter)
+            p = state["master"] = master = torch.empty_like(m, dtype=torch.float32).copy_(changed)
+        addresses = p.data_ptr(), m.data_ptr(), v.data_ptr(), 0 if p is written else written.data_ptr()
         known = _Known(
-            address=addresses[0],
+            address=parameter.data_ptr(),
             m=m,
             v=v,
+            master=master,
+            version=0 if master is None else parameter._version - master._version,
             gradient_dtype=gradient.dtype,
             gradient_stride=gradient.stride(),
             n_elements=parameter.numel(),
+            p_address=addresses[0],
             m_address=addresses[1],
             v_address=addresses[2],
-            unaligned=(addresses[0] | addresses[1] | addresses[2]) % _ALIGNMENT_BYTES,
-            dtypes=tuple(x.dtype for x in (p, g, m, v)),
+            w_address=addresses[3],
+            unaligned=functools.reduce(int.__or__, addresses) % ALIGNMENT_BYTES,
+            dtypes=(*(x.dtype for x in (p, g, m, v)), None if p is written else written.dtype),
             device=parameter.device,
         )
-        if p is parameter and g is gradient:
+        if written is parameter and g is gradient:
             self._known[id(parameter)] = known
         else:
             self._known.pop(id(parameter), None)
-        return p, g, known
+        return g, written, known
 
     def _zeros(self, parameter: Tensor) -> Tensor:
         """Dense, in the parameter's order of memory if that has one."""
-        return torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype, requires_grad=False)
+        dtype = self.state_dtype or (torch.float32 if "master" in self.state[parameter] else parameter.dtype)
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _check(parameter: Tensor, gradient: Tensor) -> None:
@@ -284,21 +238,6 @@ def _check(parameter: Tensor, gradient: Tensor) -> None:
         if tensor.dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"FusedAdamW: {name} is {tensor.dtype}; it must be float32, float16 or bfloat16")
     check_device("FusedAdamW", parameter=parameter, gradient=gradient)
-
-
-def _scalars(group: dict[str, Any], t: int) -> tuple[int, ...]:
-    """What the kernel needs to know of a group's settings at step t, as the table holds it."""
-    lr, (beta1, beta2) = group["lr"], group["betas"]
-    root = math.sqrt(1 - beta2**t)
-    numbers = (
-        1 - lr * group["weight_decay"],
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr * root / (1 - beta1**t),
-        group["eps"] * root,
-    )
-    return _PAIRS.unpack(_FLOATS.pack(*numbers))
 
 
 def _laid_out_like(state: Tensor, tensor: Tensor) -> Tensor:
