@@ -70,6 +70,7 @@ class ResultsFile(Generic[Row]):
 
     Attributes:
         lock: held while rows are added; a thread that writes tables of the last rows holds it.
+        asked: the cells that this run is to leave rows of, and what a person calls each.
 
     Raises:
         ValueError: the directory cannot be written, or the file to resume has columns that do not fit, or rows of
@@ -85,6 +86,7 @@ class ResultsFile(Generic[Row]):
         self.runs: list[Provenance] = []
         self.rows: list[Row] = []
         self._run_of_row: list[int] = []
+        self.asked: dict[Any, str] = {}
         self.lock = threading.RLock()
         check_writable(self.directory)
         lock_folder(self.directory)
@@ -110,6 +112,10 @@ class ResultsFile(Generic[Row]):
         with signals_waiting(), self.lock:  # cut in two, they would leave tables that lack a row of the file
             self._write(after, run_of_row)
             self.rows, self._run_of_row = after, run_of_row
+
+    def left(self) -> list[str]:
+        """What a person calls the cells `asked` for that have no row yet."""
+        return [label for cell, label in self.asked.items() if not any(is_row_of(row, cell) for row in self.rows)]
 
     def used_runs(self) -> list[Provenance]:
         """The runs that have rows, in order."""

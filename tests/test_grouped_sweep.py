@@ -84,8 +84,10 @@ def test_a_resumed_sweep_says_that_nothing_is_left(tmp_path, capsys):
 
 
 def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):
+    results, cells = ResultsFile(tmp_path, "bench", _Row, RUN), [_Cell("x", name) for name in ("a", "mistake", "b")]
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a mistake"):
-        _sweep(tmp_path, ["x a", "x mistake", "x b"])
+        run_grouped_sweep(cells, lambda cell: cell.group, _Measure, results, lambda cell: cell.name)
+    assert results.left() == ["mistake", "b"]
     assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["a"]
 
 

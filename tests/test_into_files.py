@@ -10,14 +10,19 @@ from dataclasses import dataclass
 import pytest
 
 from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
+from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import show, tell
 from cs336_systems.records import NotWritten, ResultsFile, read_results
 from tests.example_rows import RUN
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Cell:
     number: int
+
+
+@dataclass(frozen=True)
+class _Row(_Cell):
     status: str = "ok"
 
 
@@ -97,6 +102,22 @@ def test_a_second_signal_does_not_spoil_the_files(results, capsys, number, error
     shown = capsys.readouterr()
     assert shown.out == "1 rows\n"
     assert shown.err.startswith(f"\n{word}; --resume goes on from here.\n")
+
+
+@pytest.mark.parametrize(
+    ("n_measured", "left"), [(0, "1; 2; 3; 4; 5; and 3 more"), (1, "2; 3; 4; 5; 6; and 2 more"), (6, "7; 8")]
+)
+def test_a_sweep_that_is_stopped_ends_with_what_is_left_of_it(results, capsys, n_measured, left):
+    def sweep():
+        for cell in unmeasured([_Cell(number) for number in range(1, 9)], results, lambda cell: str(cell.number)):
+            if cell.number > n_measured:
+                raise KeyboardInterrupt
+            results.append(_Row(cell.number))
+
+    with pytest.raises(SystemExit):
+        sweep_into_files(results, sweep, _write)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"{n_measured} of 8 cells have their rows. Left: {left}."
 
 
 @pytest.mark.parametrize(("statuses", "ends"), [(("oom", "ok"), False), (("killed", "oom"), True), (("ok",), False)])

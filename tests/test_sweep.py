@@ -80,8 +80,10 @@ def test_a_killed_cell_is_measured_again_on_resume_and_others_are_not(tmp_path, 
 
 
 def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):
+    results = ResultsFile(tmp_path, "bench", _Row, RUN)
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a mistake"):
-        _sweep(tmp_path, [_Cell("a"), _Cell("mistake"), _Cell("b")])
+        run_sweep([_Cell("a"), _Cell("mistake"), _Cell("b")], _measure, results, lambda cell: cell.name)
+    assert results.left() == ["mistake", "b"]
     assert [row.name for row in read_results(tmp_path / "bench.json", _Row)[1]] == ["a"]
 
 

@@ -86,7 +86,7 @@ def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypat
     assert resumed[0] == rows[1]
 
 
-def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path):
+def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path, capsys):
     rows = _run(tmp_path, variant=("fp32",), seed=(0,))
     for path in (tmp_path / "runs").glob("convergence*"):
         path.unlink()
@@ -94,6 +94,9 @@ def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path):
     assert [dataclasses.replace(row, tokens_per_s=None) for row in again] == [
         dataclasses.replace(row, tokens_per_s=None) for row in rows
     ]
+    assert "Nothing is left to measure" not in capsys.readouterr().err
+    assert _run(tmp_path, variant=("fp32",), seed=(0,), resume=True) == again
+    assert "Nothing is left to measure" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_a_line_whichever_process_met_it(tmp_path, monkeypatch, capsys):
@@ -116,9 +119,9 @@ def test_a_full_disk_is_a_line_whichever_process_met_it(tmp_path, monkeypatch, c
     assert read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1] == rows
 
 
-def test_ctrl_c_ends_every_run(tmp_path, monkeypatch):
-    def train(base, variant, *rest):
-        if variant == "fp32":
+def test_ctrl_c_ends_every_run(tmp_path, monkeypatch, capsys):
+    def train(base, run, *rest):
+        if run.variant == "fp32":
             time.sleep(1)
             raise KeyboardInterrupt
         ended.append(run_isolated(time.sleep, 100).status)
@@ -131,6 +134,8 @@ def test_ctrl_c_ends_every_run(tmp_path, monkeypatch):
     assert stopped.value.code == 130
     assert time.monotonic() - start_s < 50
     assert ended == ["killed"]
+    left = "fp32, seed 0; bf16, seed 0; fp32, seed 1; bf16, seed 1"
+    assert f"0 of 4 cells have their rows. Left: {left}." in capsys.readouterr().err
 
 
 def _row(variant, seed, loss, **changes):

@@ -25,6 +25,7 @@ from cs336_systems.benchmarking.convergence_report import (
 from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
+from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check, check_choice
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
@@ -52,6 +53,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-fsdp": {"precision": "bf16", "parallel": "fsdp"},
 }
 _LAST = 20  # steps over which the training loss at the end is averaged
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What tells the runs of a comparison apart."""
+
+    variant: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
 
 
 def run_convergence(
@@ -92,24 +104,20 @@ def run_convergence(
                 check_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True))
 
     def sweep() -> None:
-        if any(row.status == "killed" for row in results.rows):  # there may have been a passing cause
-            results.replace([], lambda row: row.status == "killed")
-        done = {(row.variant, row.seed) for row in results.rows}
-        runs = [(name, value) for value in seed for name in variant if (name, value) not in done]
+        runs = unmeasured([_Run(name, value) for value in seed for name in variant], results)
         with ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool:  # each thread waits for a run's processes
             futures = [
                 pool.submit(
                     _train,
                     base_config,
-                    name,
-                    value,
+                    run,
                     processes,
                     out,
                     resume,
                     tokens,
                     provenance,
                 )
-                for name, value in runs
+                for run in runs
             ]
             try:
                 for future in futures:
@@ -152,19 +160,18 @@ def _config(base: TrainConfig, variant: str, seed: int, processes: int, out: Pat
 
 def _train(
     base: TrainConfig,
-    variant: str,
-    seed: int,
+    run: _Run,
     processes: int,
     out: Path,
     resume: bool,
     tokens: TokenFile,
     provenance: Provenance,
 ) -> ConvergenceRow:
-    row: dict[str, Any] = {"variant": variant, "seed": seed, "processes": 1, "steps": base.steps}
-    if "parallel" in VARIANTS[variant]:
+    row: dict[str, Any] = {**dataclasses.asdict(run), "processes": 1, "steps": base.steps}
+    if "parallel" in VARIANTS[run.variant]:
         row["processes"] = processes
     try:
-        config = _config(base, variant, seed, processes, out, resume=False)
+        config = _config(base, run.variant, run.seed, processes, out, resume=False)
         _, world_size, _ = check_run(config)
     except ValueError as error:
         return ConvergenceRow(**row, status="unsupported", reason=str(error))
@@ -172,7 +179,7 @@ def _train(
         config = dataclasses.replace(config, resume=True)
         with refusing_bad_input():  # another run than the one that is there
             check_run(config)
-    print(f"{variant}, seed {seed}", file=sys.stderr)
+    print(run, file=sys.stderr)
     arguments = (config, tokens, config.device, provenance)
     if config.parallel == "none":
         outcome = run_isolated(train_rank, None, *arguments)
@@ -181,7 +188,7 @@ def _train(
         outcome = outcome_of_ranks(lambda: spawn_ranks(train_rank, *arguments, world_size=world_size, options=options))
     if outcome.status != "ok":
         return ConvergenceRow(**row, status=outcome.status, reason=outcome.reason)
-    return ConvergenceRow(**row, **_results(outcome.value, run_folder(out, variant, seed)))
+    return ConvergenceRow(**row, **_results(outcome.value, run_folder(out, run.variant, run.seed)))
 
 
 def _results(summary: Summary, folder: Path) -> dict[str, Any]:

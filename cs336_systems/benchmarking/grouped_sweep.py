@@ -49,7 +49,7 @@ def run_grouped_sweep(
         OSError: a row could not be written; the rows before it are on disk.
     """
     groups: dict[Hashable, list[Any]] = defaultdict(list)
-    for cell in unmeasured(cells, results):
+    for cell in unmeasured(cells, results, label):
         groups[group_of(cell)].append(cell)
     with progress(len(cells), len(cells) - sum(map(len, groups.values()))) as bar:
         for group in groups.values():

@@ -18,6 +18,8 @@ from cs336_systems.provenance import Provenance, best_device, collect_provenance
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
 from cs336_systems.signals import answer
 
+_MOST_LISTED = 5
+
 
 def measure_into_files(
     command: str,
@@ -90,7 +92,8 @@ def check_any_measured(results: ResultsFile) -> None:
 def finish_files(
     results: ResultsFile, write_files: Callable[[ResultsFile], str], told: list[str] | None = None
 ) -> None:
-    """Writes the files of the rows so far, if there are any, and prints their text; what `told` has is not said again.
+    """Writes the files of the rows so far, if there are any, and prints their text and what is left to measure; what
+    `told` has is not said again.
 
     Raises:
         SystemExit: 1 where a file could not be written, after a line that says how to go on.
@@ -100,6 +103,15 @@ def finish_files(
             text = write_files(results)
         show(text)
         tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
+    _tell_what_is_left(results)
+
+
+def _tell_what_is_left(results: ResultsFile) -> None:
+    """How many of the cells that a run was asked for have rows, and which have none, if it was stopped before."""
+    n, left = len(results.asked), results.left()
+    more = [f"and {len(left) - _MOST_LISTED} more"] if len(left) > _MOST_LISTED else []
+    if left:
+        tell(f"{n - len(left)} of {n} cells have their rows. Left: {'; '.join([*left[:_MOST_LISTED], *more])}.")
 
 
 def _answer(handlers: dict[signal.Signals, Any]) -> None:

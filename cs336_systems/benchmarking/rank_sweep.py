@@ -60,7 +60,7 @@ def run_rank_sweep(
     """
     missing = None
     if results is not None:
-        outcomes = {cell: known(cell) for cell in unmeasured(cells, results)}
+        outcomes = {cell: known(cell) for cell in unmeasured(cells, results, label)}
         missing = [cell for cell, outcome in outcomes.items() if outcome is None]
         for cell, outcome in outcomes.items():
             if outcome is not None:

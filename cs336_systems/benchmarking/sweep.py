@@ -45,7 +45,7 @@ def run_sweep(
         RuntimeError: a measurement failed otherwise than by memory; the rows so far are on disk.
         OSError: a row could not be written; the rows before it are on disk.
     """
-    to_measure = unmeasured(cells, results)
+    to_measure = unmeasured(cells, results, label)
     with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))
@@ -57,12 +57,13 @@ def run_sweep(
             bar.update()
 
 
-def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
+def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any], str] = str) -> list[Any]:
     """The cells of which `results` has no row, or the row of a process that was killed, for which there may have been a
     passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A
     cell that is there twice is one.
 
-    Tells where there are none, so that a resumed run does not end without a word of why.
+    Tells where there are none, so that a resumed run does not end without a word of why; where there are, `results`
+    knows what it is asked for, so that a run that is stopped ends with a word of what is left (into_files.py).
     """
 
     def is_tried_again(row: Any) -> bool:
@@ -70,7 +71,8 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile) -> list[Any]:
 
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
-    left = [cell for cell in dict.fromkeys(cells) if not any(is_row_of(row, cell) for row in results.rows)]
+    results.asked = {cell: label(cell) for cell in cells}
+    left = [cell for cell in results.asked if not any(is_row_of(row, cell) for row in results.rows)]
     if not left:
         tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     return left
