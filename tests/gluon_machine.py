@@ -1,13 +1,13 @@
 """What `gluon_simulation.py` runs kernels on: partitions of warps and asynchronous units that take turns at random, and
-shared memory and mbarriers that notice when nothing orders what they do.
+memory and mbarriers that notice when nothing orders what they do.
 
 A partition is a generator: it yields at every operation that others could notice, and then someone drawn at random goes
 on. An actor's speed is drawn as well, from a thousandfold range, so that some runs have a slow TMA, others a consumer
 far ahead of its peer. The same seed gives the same run.
 
-Order is known by vector clocks (Mattern 1989): every access to shared memory has an actor and that actor's time, and
-every partition knows up to which time each actor's accesses are over for it. Barriers and waits pass that knowledge on.
-So a race is found in any run that contains its two accesses, even where they happened to come in the right order.
+Order is known by vector clocks (Mattern 1989): every access to memory has an actor and that actor's time, and every
+partition knows up to which time each actor's accesses are over for it. Barriers, waits and atomics pass that on. So a
+race is found in any run that contains its two accesses, even where they happened to come in the right order.
 """
 
 import random
@@ -26,6 +26,11 @@ class Fault(RuntimeError):
     """What would be wrong, or undefined, on a card."""
 
 
+def join(mine: "dict[Actor, int]", theirs: "dict[Actor, int]") -> None:
+    for actor, time in theirs.items():
+        mine[actor] = max(mine.get(actor, 0), time)
+
+
 class Clocks:
     """Up to which time each actor's accesses are over: as threads see it, and (`fenced`) as asynchronous units do, who
     see what threads wrote after a fence only."""
@@ -35,9 +40,8 @@ class Clocks:
         self.fenced: dict[Actor, int] = {}
 
     def join(self, other: "Clocks") -> None:
-        for mine, theirs in ((self.seen, other.seen), (self.fenced, other.fenced)):
-            for actor, time in theirs.items():
-                mine[actor] = max(mine.get(actor, 0), time)
+        join(self.seen, other.seen)
+        join(self.fenced, other.fenced)
 
 
 class Program:
@@ -47,6 +51,8 @@ class Program:
 
 
 class Actor:
+    is_global = False  # whether it accesses global memory, which other programs see
+
     def __init__(self, machine: "Machine", program: Program, name: str) -> None:
         self.program, self.name = program, name
         self.time = 0  # counts its accesses
@@ -85,9 +91,11 @@ class Task(Actor):
         self.clocks = Clocks()
         if parent is not None:
             self.clocks.join(parent.clocks)
-        self.products, self.stores, self.atomics = [
-            Unit(machine, program, f"{what} of {self.name}") for what in ("a wgmma", "a TMA store", "an atomic")
+        self.products, self.stores, self.writes, self.atomics = [
+            Unit(machine, program, f"{what} of {self.name}")
+            for what in ("a wgmma", "a TMA store", "the writing of a TMA store", "an atomic")
         ]
+        self.writes.is_global = True
         self.polled: Any = None
         machine.tasks.append(self)
 
@@ -99,9 +107,11 @@ class Task(Actor):
         return [what for _, what in over]
 
 
+Box = tuple[tuple[int, int], ...]  # start and end in each dimension
+
+
 class Access(NamedTuple):
-    start: int
-    end: int
+    box: Box
     is_write: bool
     actor: Actor
     time: int
@@ -109,7 +119,7 @@ class Access(NamedTuple):
 
 
 class Memory:
-    """An allocation of shared memory: who has accessed it, as far as it still matters, and the mbarriers in it."""
+    """A tensor in memory: who has accessed it, as far as it still matters, and the mbarriers in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -150,6 +160,9 @@ class Machine:
         self.random = random.Random(seed)
         self.tasks: list[Task] = []
         self.units: list[Unit] = []
+        self.published: dict[
+            Any, dict[Actor, int]
+        ] = {}  # by the address of an atomic: what its releases let others know
 
     def run(self, function: Callable[..., Work], args: Sequence, n_programs: int, n_resident: int) -> None:
         """Run programs 0 … n_programs - 1, at most n_resident at a time; later ones start as earlier ones end."""
@@ -186,12 +199,13 @@ class Machine:
                 self.units = [unit for unit in self.units if unit.queue or unit.program is not program]
                 next(programs, None)
 
-    def access(self, memory: Memory, start: int, end: int, is_write: bool, unit: Unit | None = None) -> None:
-        """The current partition accesses elements start … end of an allocation, itself or by a unit that it sends."""
+    def access(self, memory: Memory, box: Box, is_write: bool, unit: Unit | None = None) -> None:
+        """The current partition accesses a part of a tensor, itself or by a unit that it sends."""
         known, kept = self.current.clocks, []
         actor = self.current if unit is None else unit
         for old in memory.accesses:
-            if old.start < end and start < old.end and (is_write or old.is_write):
+            pairs = list(zip(box, old.box, strict=True))
+            if all(a < d and c < b for (a, b), (c, d) in pairs) and (is_write or old.is_write):
                 now = f"{actor.name} {'writes' if is_write else 'reads'} {memory.name}"
                 before = f"what {old.actor.name} {'wrote' if old.is_write else 'read'} in {old.where}"
                 if known.seen.get(old.actor, 0) < old.time:
@@ -199,10 +213,11 @@ class Machine:
                 is_by_thread = old.is_write and isinstance(old.actor, Task)
                 if unit is not None and is_by_thread and known.fenced.get(old.actor, 0) < old.time:
                     raise Fault(f"{now}, and there is no fence_async_shared after {before}")
-            if not (start <= old.start and old.end <= end and (is_write or (old.actor is actor and not old.is_write))):
+            is_covered = all(a <= c and d <= b for (a, b), (c, d) in pairs)
+            if not (is_covered and (is_write or (old.actor is actor and not old.is_write))):
                 kept.append(old)
         actor.time += 1
-        memory.accesses = [*kept, Access(start, end, is_write, actor, actor.time, where(self.current))]
+        memory.accesses = [*kept, Access(box, is_write, actor, actor.time, where(self.current))]
         if unit is None:
             known.seen[actor] = actor.time
 

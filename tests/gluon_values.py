@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tests.gluon_machine import Barrier, Fault, Machine, Memory, Work
+from tests.gluon_machine import Barrier, Box, Fault, Machine, Memory, Work
 
 
 class Scalar(int):
@@ -55,10 +55,14 @@ class Pointer(NamedTuple):
 
 class Descriptor:
     def __init__(self, x: TensorDescriptor) -> None:
+        self.memory = Memory(f"the tensor of shape {list(x.shape)}")
         self.tensor = x.base.detach().as_strided(tuple(x.shape), tuple(x.strides))
         self.dtype = x.base.dtype
         size = torch.Size(x.block_shape)
         self.block_type = types.SimpleNamespace(shape=list(size), nbytes=size.numel() * self.dtype.itemsize)
+
+    def box(self, start: Sequence[int]) -> Box:
+        return tuple((i, i + size) for i, size in zip(start, self.block_type.shape, strict=True))
 
     def overlap(self, start: Sequence[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of the tensor that a tile from `start` on covers, and the part of the tile that it is."""
@@ -112,7 +116,7 @@ class Shared:
     def access(self, is_write: bool, unit: Any = None) -> None:
         start = self.data.storage_offset()
         end = start + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.data.stride(), strict=True))
-        self.machine.access(self.memory, start, end, is_write, unit)
+        self.machine.access(self.memory, ((start, end),), is_write, unit)
 
     def load(self, layout: Any) -> Work:
         yield
