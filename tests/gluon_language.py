@@ -36,8 +36,10 @@ class Language:
 
 
 class Gl(Language):
+    """`triton.experimental.gluon.language`, as far as Hopper's kernels use it."""
+
     float16, bfloat16, float32, int32, int64 = torch.float16, torch.bfloat16, torch.float32, torch.int32, torch.int64
-    exp2, log2, where = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.where)
+    exp2, log2 = staticmethod(torch.exp2), staticmethod(torch.log2)
     max, sum = staticmethod(torch.amax), staticmethod(torch.sum)
     cdiv = staticmethod(lambda a, b: Scalar(-(-a // b)))
     static_range = staticmethod(lambda *bounds: map(Scalar, range(*bounds)))
@@ -47,12 +49,16 @@ class Gl(Language):
         return Scalar(self.machine.current.program.pid if axis == 0 else 0)
 
     def minimum(self, a: Any, b: Any) -> Any:
-        are_scalars = isinstance(a, int) and isinstance(b, int)
-        return Scalar(a if a < b else b) if are_scalars else torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+        return self.where(a < b, a, b)
 
     def maximum(self, a: Any, b: Any) -> Any:
-        are_scalars = isinstance(a, int) and isinstance(b, int)
-        return Scalar(a if a > b else b) if are_scalars else torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+        return self.where(a > b, a, b)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        if not isinstance(condition, bool):
+            return torch.where(condition, x, y)
+        chosen = x if condition else y
+        return Scalar(chosen) if isinstance(chosen, int) else chosen
 
     def arange(self, start: int, end: int, layout: Any) -> Registers:
         return registers(torch.arange(start, end, dtype=torch.int32))
@@ -72,7 +78,7 @@ class Gl(Language):
         pointer.memory[pointer.offsets(mask)] = values if mask is None else values[mask]
 
     def atomic_add(self, pointer: Pointer, value: Any, sem: str = "acq_rel", scope: str = "gpu") -> Work:
-        """Of a tensor: relaxed, without its result. Of a scalar: at once. Whoever polls waits for another value."""
+        """To a tensor: some time later (relaxed). To a scalar: at once; who polls it sleeps until it changes."""
         yield
         task, memory, offsets = self.machine.current, pointer.memory, pointer.offsets()
         if offsets.ndim:
@@ -104,7 +110,7 @@ class Gl(Language):
                 yield lambda: not (task.stores.queue or task.writes.queue), lambda: f"{task.writes.name} to be over"
                 task.told(task.stores, 0)
                 task.told(task.writes, 0)
-            elif instruction not in ("fence.proxy.async.global", "mov.u32 $0, 0"):  # plain accesses are not watched
+            elif instruction not in ("fence.proxy.async.global", "mov.u32 $0, 0"):
                 raise NotImplementedError(f"{instruction} is not simulated")
         return Scalar(0)
 
@@ -129,6 +135,8 @@ class Gl(Language):
 
 
 class MBarrier(Language):
+    """`mbarrier`: to expect bytes is to arrive too, as in PTX's mbarrier.arrive.expect_tx."""
+
     def init(self, barrier: Shared, count: int) -> None:
         barrier.access(is_write=True)
         offset = barrier.data.storage_offset()
@@ -152,6 +160,8 @@ class MBarrier(Language):
 
 
 class Tma(Language):
+    """`tma`. A store reads its tile at one time, and writes it to memory at a later one."""
+
     def async_copy_global_to_shared(self, descriptor: Descriptor, start: list, barrier: Shared, tile: Shared) -> Work:
         yield
         b = barrier.barrier
@@ -190,7 +200,7 @@ class Tma(Language):
 
 
 class Hopper(Language):
-    """What kernels import by name."""
+    """What kernels import by its own name, from Gluon or (add_shared_to_global) from a module that adds to it."""
 
     def add_shared_to_global(self, descriptor: Descriptor, start: list, tile: Shared) -> Work:
         return Tma(self.machine).async_copy_shared_to_global(descriptor, start, tile, is_added=True)

@@ -8,13 +8,14 @@ of warps, programs and asynchronous units take turns as a seed has it (`gluon_ma
     wgmma         float32 sums of low-precision products, whose operands are read some time before the wait
     atomics       relaxed ones reach memory late; a release waits for those that a barrier of the warps put before it
 
-and a `Fault` is raised, in the kernel's line, where all wait for each other; where two accesses to shared memory, one
-of them a write, are ordered by no barrier or wait, even if this run had them in order; where an asynchronous unit
-accesses what threads wrote with no `fence_async_shared` since; where a product is used before its wait, or a wait does
-not keep its operand's registers alive; where something ends with work under way; and where a pointer leaves its tensor.
+and a `Fault` is raised, in the kernel's line, where all wait for each other; where two accesses to shared memory, or
+two TMA stores to global memory, are ordered by no barrier, wait or release, even if this run had them in order; where
+an asynchronous unit accesses what threads wrote with no `fence_async_shared` since; where a product is used before its
+wait, or a wait does not keep its operand's registers alive; where something ends with work under way; and where a
+pointer leaves its tensor.
 
 A partition runs as one thread: barriers among its warps are the compiler's business, as are layouts and registers. Not
-simulated either: plain loads and stores of global memory that others see late or out of order, and time.
+simulated either: plain accesses to global memory that others see late or out of order, and time.
 """
 
 import __future__

@@ -12,6 +12,8 @@ from tests.gluon_machine import Barrier, Box, Fault, Machine, Memory, Work
 
 
 class Scalar(int):
+    """An integer of a kernel: what is computed with one is one, and has the methods of one."""
+
     def to(self, dtype: torch.dtype) -> "Scalar":
         return self
 
@@ -30,6 +32,8 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor"):
 
 
 class Registers(torch.Tensor):
+    """A tensor in registers. Layouts are the compiler's business."""
+
     type = types.SimpleNamespace(layout=None)
     __iadd__, __isub__, __imul__ = torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__  # not in place
 
@@ -54,6 +58,8 @@ class Pointer(NamedTuple):
 
 
 class Descriptor:
+    """A tensor descriptor, as the kernel sees it."""
+
     def __init__(self, x: TensorDescriptor) -> None:
         self.memory = Memory(f"the tensor of shape {list(x.shape)}")
         self.tensor = x.base.detach().as_strided(tuple(x.shape), tuple(x.strides))

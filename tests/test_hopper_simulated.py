@@ -12,6 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.attention import hopper_plan, triton_launch, triton_plan
 from cs336_systems.attention.flash_hopper import hopper_backward, hopper_forward
@@ -226,6 +229,54 @@ def test_programs_that_take_turns_add_in_one_order():
 def test_without_turns_or_their_order_the_sums_differ(old, new):
     results = [add_in_turn(seed, n_resident=4, edits=[(_add_in_turn, old, new)]) for seed in range(20)]
     assert not all(torch.equal(x, results[0]) for x in results)
+
+
+@builtin
+def add_shared_to_global(descriptor, coordinates, tile, _semantic=None):
+    """PTX's cp.reduce.async.bulk.tensor with .add, for which Gluon has no name: here only simulated."""
+
+
+@gluon.jit
+def _add_tiles_in_turn(sum_desc, turn_ptr):
+    turn = gl.program_id(0)
+    tile = gl.allocate_shared_memory(gl.float32, [1, 64], gl.NVMMASharedLayout(0, 32, rank=2))
+    tile.store(gl.full((1, 64), 1.0, gl.float32, gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])))
+    fence_async_shared()
+    while gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu") < turn:
+        pass
+    add_shared_to_global(sum_desc, [0, 0], tile)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [turn], gl.int32, is_pure=False, pack=1
+    )
+    gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
+
+
+def add_tiles_in_turn(seed, **options) -> Tensor:
+    sums, turn = torch.zeros(1, 100), torch.zeros(1, dtype=torch.int32)
+    descriptor = TensorDescriptor(sums, [1, 100], [100, 1], [1, 64], gl.NVMMASharedLayout(0, 32, rank=2))
+    SimulatedKernel(_add_tiles_in_turn, seed=seed, **options)[(4,)](descriptor, turn)
+    return sums
+
+
+def test_programs_that_take_turns_add_by_tma():
+    for seed in range(8):
+        sums = add_tiles_in_turn(seed, n_resident=1 + seed % 4)
+        assert torch.equal(sums, torch.tensor([[4.0] * 64 + [0.0] * 36]))
+
+
+TURN_FAULTS = {
+    "no turns": ("pass", "break", UNORDERED),
+    "no acquire": ("acquire", "relaxed", UNORDERED),
+    "no release": ("release", "relaxed", UNORDERED),
+    "no wait": ("cp.async.bulk.wait_group 0;", "", f"{UNORDERED}|ends, and a TMA store of .* has not been waited for"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), TURN_FAULTS.values(), ids=TURN_FAULTS)
+def test_additions_by_tma_that_nothing_orders_are_reported(old, new, message):
+    for seed in range(4):
+        with pytest.raises(Fault, match=message):
+            add_tiles_in_turn(seed, n_resident=4, edits=[(_add_tiles_in_turn, old, new)])
 
 
 def test_programs_that_wait_for_one_that_cannot_start_are_a_deadlock():
