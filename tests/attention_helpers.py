@@ -19,7 +19,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 # NumPy's, about how Triton's interpreter reads a loop's bounds.
 IGNORE_INTERPRETER = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 TRITON = pytest.param("triton", marks=[NEEDS_TRITON, IGNORE_INTERPRETER])
-# Hopper's kernels run on no CPU: test_flash_hopper.py has their tests.
+# Hopper's kernels run on a CPU in a simulator only: test_hopper_simulated.py, and on a card test_flash_hopper.py.
 PORTABLE = [
     pytest.param(name, marks=TRITON.marks if name == "triton" else []) for name in IMPLEMENTATIONS if name != "hopper"
 ]

@@ -41,6 +41,8 @@ MUTATIONS = [
              "ds_t = p_t * (dp_t - delta[None, :])", "ds_t = p_t * (dp_t + delta[None, :])", "test_flash_triton.py"),
     Mutation("the diagonal itself is masked", _A + "flash_pytorch.py",
              "masked_fill_(key > query[:, None]", "masked_fill_(key >= query[:, None]", "test_flash_pytorch.py"),
+    Mutation("Hopper's results are not fenced", _A + "hopper_ring.py",
+             "    tile.store(values)\n    fence_async_shared()\n", "    tile.store(values)\n", "test_hopper_simulated.py"),
     Mutation("Hopper's exponentials may move behind the wait for P V", _A + "hopper_forward.py",
              "    wait_for(k_ring, i + 1, i + 1 < n_tiles)\n    acc, _", "    acc, _", "test_triton_compiles.py"),
     Mutation("one parameter's all-reduce is dropped", _D + "ddp_naive.py",

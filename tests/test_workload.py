@@ -118,11 +118,12 @@ def test_the_model_is_made_on_the_card_and_tf32_is_set_and_unset():
 
 
 @IGNORE_INTERPRETER
-@pytest.mark.parametrize("kernels", ["loss", "fused"])
+@pytest.mark.parametrize("kernels", ["fused", pytest.param("loss", marks=pytest.mark.gpu)])
 def test_master_weights_change_no_gradient(kernels, device):
     """Autocast rounds float32 weights to what the model holds here, and widens the gradients that it gets here."""
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
-    cell = functools.partial(_cell, precision="bf16", kernels=kernels, device=device, attention="sdpa")
+    smallest = {"num_layers": 1, "d_model": 32, "d_ff": 48, "num_heads": 2}  # Triton's interpreter is slow
+    cell = functools.partial(_cell, precision="bf16", kernels=kernels, device=device, attention="sdpa", **smallest)
     plain, rounded = Workload(cell()), Workload(cell(master_weights="on"))
     for workload in (plain, rounded):
         workload.step(_Recorder())
@@ -135,7 +136,7 @@ def test_master_weights_change_no_gradient(kernels, device):
             narrow.add(name)
     blocks = "q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"
     assert {name.split(".")[-2] for name in narrow} == set(blocks)
-    assert len(narrow) == 2 * len(blocks)
+    assert len(narrow) == len(blocks)
     if device == "cuda":  # the interpreter cuts off where a GPU rounds
         for _ in range(3):
             plain.step(_Recorder())
