@@ -18,7 +18,8 @@ from cs336_systems.cli import command_line, parse
 @dataclass(frozen=True)
 class Arguments:
     processes: tuple[int, ...] = ()
-    """Numbers of processes, one a GPU. Default: 2, 4 and 6, or those of them for which there are GPUs."""
+    """Numbers of processes, one a GPU. Default: 2, 4 and 6, or those of them for which there are GPUs or, on a CPU,
+    cores."""
     sizes_mb: tuple[float, ...] = (1, 10, 100, 1000)
     """Buffer sizes in MB (10**6 bytes) of float32."""
     warmup: int = 5

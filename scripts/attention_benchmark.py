@@ -1,7 +1,7 @@
 """Time attention alone, without heads, forward and backward, and weigh what it keeps between the two.
 
-Batch 8, head_dims 16 to 128, lengths 256 to 16,384, float32, causal, plain attention eager and compiled; for example
-beside FlashAttention-2:
+Batch 8, head_dims 16 to 128, lengths 256 to 16,384, float32, causal, plain attention eager and compiled (without a GPU
+eager only, to 1,024, which takes a minute); for example beside FlashAttention-2:
 
     python scripts/attention_benchmark.py --implementation naive flash-triton --precision bf16
 
@@ -24,22 +24,23 @@ from cs336_systems.configs import Precision
 class Arguments:
     implementation: tuple[EagerPeerName, ...] = ("naive",)
     """The attention; naive is the model's own, sdpa-* are PyTorch's backends."""
-    compile: tuple[CompileAttention, ...] = ("off", "on")
-    """Eager, or with torch.compile, anew for each cell."""
+    compile: tuple[CompileAttention, ...] | None = None
+    """Eager, or with torch.compile, anew for each cell; unless given, both on a GPU and eager elsewhere."""
     precision: tuple[Precision, ...] = ("fp32",)
     """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high")."""
     head_dim: tuple[int, ...] = (16, 32, 64, 128)
     """Width of queries, keys and values."""
-    length: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
-    """Tokens, of queries and keys alike."""
+    length: tuple[int, ...] | None = None
+    """Tokens, of queries and keys alike; unless given, 256, 1024, 4096, 8192 and 16384 on a GPU, 256 and 1024
+    elsewhere."""
     batch_size: int = 8
     """Sequences in a batch."""
     causal: bool = True
     """Each query sees the keys up to its own place."""
     warmup: int = 5
     """Forward and backward passes before measuring."""
-    steps: int = 100
-    """Measured forward passes, and backward passes."""
+    steps: int | None = None
+    """Measured forward passes, and backward passes; unless given, 100 on a GPU and 10 elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

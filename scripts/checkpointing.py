@@ -22,8 +22,8 @@ from cs336_systems.configs import Attention, Optimizer, Precision
 class Arguments:
     part: tuple[Literal["model", "nested"], ...] = ("model", "nested")
     """What to run."""
-    size: tuple[str, ...] = ("small",)
-    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
+    size: tuple[str, ...] | None = None
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, small on a GPU and tiny elsewhere."""
     ctx: tuple[int, ...] = (512,)
     """Context lengths, in tokens."""
     checkpoint_every: tuple[int, ...] = (0, 1, 2)

@@ -17,11 +17,12 @@ from cs336_systems.cli import command_line, parse
 
 @dataclass(frozen=True)
 class Arguments:
-    variant: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp16-unscaled", "fp32-flash", "bf16-flash",
-                                "ddp", "bucketed", "ddp-sharded-optimizer", "fsdp")  # fmt: skip
-    """Also tf32 and bf16-fsdp. The others are compared with the first; what can't run here is a row that says so."""
-    seed: tuple[int, ...] = (0, 1, 2)
-    """Seed of the weights and of the order of the data."""
+    variant: tuple[str, ...] | None = None
+    """fp32, tf32, bf16, fp16, fp16-unscaled, fp32-flash, bf16-flash, ddp, bucketed, ddp-sharded-optimizer, fsdp,
+    bf16-fsdp; unless given, all but tf32 and bf16-fsdp on a GPU, and fp32, bf16 and ddp elsewhere. The others are
+    compared with the first; what can't run here is a row that says so."""
+    seed: tuple[int, ...] | None = None
+    """Seed of the weights and of the order of the data; unless given, 0, 1 and 2 on a GPU and 0 elsewhere."""
     processes: int = 2
     """Ranks of the parallel variants, one a GPU."""
     at_once: int = 0
@@ -34,8 +35,8 @@ class Arguments:
     """Context length, in tokens."""
     batch_size: int = 16
     """Sequences of an optimizer step, over all processes."""
-    steps: int = 300
-    """Optimizer steps of each run."""
+    steps: int | None = None
+    """Optimizer steps of each run; unless given, 300 on a GPU and 30 elsewhere."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises."""
     learning_rate: float = 1e-3

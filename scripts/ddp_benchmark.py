@@ -22,8 +22,8 @@ class Arguments(RankArguments):
     implementation: tuple[str, ...] = ("naive", "flat", "overlapped", "bucketed", "bucketed-in-place", "torch-ddp")
     """naive, flat, overlapped, bucketed, bucketed-zeroed, bucketed-in-place, torch-ddp. The step without
     communication is always measured."""
-    bucket_size_mb: tuple[float, ...] = (1, 10, 100, 1000)
-    """Bucket sizes in MB (10**6 bytes)."""
+    bucket_size_mb: tuple[float, ...] | None = None
+    """Bucket sizes in MB (10**6 bytes); unless given, 1, 10, 100 and 1000 on GPUs, and 0.1 and 1 on a CPU."""
     comm_dtype: Literal["bf16", "fp16"] | None = None
     """Send the buckets in two bytes an element."""
     compile: Compile = "off"

@@ -1,6 +1,7 @@
 """Time FlashAttention-2 beside plain attention and PyTorch's own: forward, backward and both, over lengths.
 
-Batch 1, one head, causal, lengths 128 to 65,536, head_dims 16 to 128, bfloat16 and float32; any of it can be changed:
+Batch 1, one head, causal, lengths 128 to 65,536, head_dims 16 to 128, bfloat16 and float32 (without a GPU less, which
+takes a minute); any of it can be changed:
 
     python scripts/flash_benchmark.py --length 16384 --head-dim 64 --heads 16 --precision bf16 --compiled-shapes static
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from cs336_systems.benchmarking.attention_cells import PeerName
 from cs336_systems.benchmarking.flash_benchmark import CompiledShapes, Phase, Timed
@@ -23,14 +23,17 @@ from cs336_systems.configs import Precision
 
 @dataclass(frozen=True)
 class Arguments:
-    implementation: tuple[PeerName, ...] = get_args(PeerName)
-    """What is measured; sdpa-* are PyTorch's backends, naive-compiled and flex (FlexAttention) use torch.compile."""
-    length: tuple[int, ...] = tuple(2**n for n in range(7, 17))
-    """Tokens, of queries and keys alike."""
+    implementation: tuple[PeerName, ...] | None = None
+    """What is measured; sdpa-* are PyTorch's backends, naive-compiled and flex (FlexAttention) use torch.compile.
+    Unless given, all on a GPU, and naive, flash-pytorch and sdpa-flash elsewhere."""
+    length: tuple[int, ...] | None = None
+    """Tokens, of queries and keys alike; unless given, the powers of two from 128 to 65,536 on a GPU, to 1,024
+    elsewhere."""
     head_dim: tuple[int, ...] = (16, 32, 64, 128)
     """Width of a head."""
-    precision: tuple[Precision, ...] = ("bf16", "fp32")
-    """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high"), fp32 with "highest"."""
+    precision: tuple[Precision, ...] | None = None
+    """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high"), fp32 with "highest". Unless
+    given, bf16 and fp32 on a GPU, and fp32 elsewhere."""
     phase: tuple[Phase, ...] = ("forward", "backward", "both")
     """Forward keeps what backward needs; backward is timed by itself; both are one after the other."""
     causal: bool = True

@@ -17,8 +17,8 @@ from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
 
 @dataclass(frozen=True)
 class Arguments:
-    size: str = "small"
-    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
+    size: str | None = None
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, small on a GPU and tiny elsewhere."""
     ctx: int = 256
     """Context length, in tokens."""
     mode: Mode = "train-step"

@@ -19,7 +19,8 @@ from cs336_systems.cli import command_line, parse
 @dataclass(frozen=True)
 class Arguments(RankArguments):
     processes: tuple[int, ...] = ()
-    """Numbers of ranks, one a GPU. Default: 1, 2, 4 and 8, or those of them for which there are GPUs."""
+    """Numbers of ranks, one a GPU. Default: 1, 2, 4 and 8, or those of them for which there are GPUs or, on a CPU,
+    cores."""
     implementation: tuple[str, ...] = (
         "none",
         "ddp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -202,7 +203,9 @@ def test_running_out_of_memory_is_a_row_and_another_error_ends_the_run(tmp_path:
 
 def test_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world_sizes((3, 5), "cpu", (2, 4)) == (3, 5)
-    assert world_sizes((), "cpu", (2, 4, 6)) == (2, 4, 6)
+    for n_cores, fit in ((1, (2,)), (5, (2, 4)), (8, (2, 4, 6))):
+        monkeypatch.setattr(os, "cpu_count", lambda n_cores=n_cores: n_cores)
+        assert world_sizes((), "cpu", (2, 4, 6)) == fit
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert world_sizes((), "cuda", (2, 4, 6)) == (2, 4)
     with pytest.raises(ValueError, match=r"processes=6: must be at most 4, this machine's GPUs"):

@@ -26,6 +26,7 @@ from cs336_systems.benchmarking.attention_cells import (
 from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.configs import check, combinations
+from cs336_systems.defaults import fill_in
 from cs336_systems.records import ResultsFile, Statistics
 
 if TYPE_CHECKING:
@@ -139,35 +140,44 @@ def _time_passes(
     return results
 
 
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "compile": (("off", "on"), ("off",)),
+    "length": ((256, 1024, 4096, 8192, 16384), (256, 1024)),
+    "steps": (100, 10),
+}
+
+
 def run_attention_benchmark(
     command: str,
     *,
     implementation: tuple[str, ...],
-    compile: tuple[str, ...],
+    compile: tuple[str, ...] | None,
     precision: tuple[str, ...],
     head_dim: tuple[int, ...],
-    length: tuple[int, ...],
+    length: tuple[int, ...] | None,
     causal: bool,
     device: str,
     out: Path,
     resume: bool,
     **settings: Any,
 ) -> list[AttentionBenchmarkRow]:
-    """Measures the product of the first five and leaves the files under `out`; see scripts/attention_benchmark.py.
+    """Measures the product of the first five and leaves the files under `out`; see scripts/attention_benchmark.py. What
+    is None of `_DEFAULTS` is the assignment's on a GPU, and seconds' work elsewhere.
 
     The cells of one implementation and `compile` share a process.
     """
 
     def make_cells(device: str) -> list[AttentionBenchmarkCell]:
+        common = fill_in({**settings, "compile": compile, "length": length}, _DEFAULTS, device)
         varied = {
             "implementation": implementation,
-            "compile": compile,
+            "compile": common.pop("compile"),
             "precision": precision,
             "head_dim": head_dim,
-            "length": length,
+            "length": common.pop("length"),
         }
         check_not_empty(**varied)
-        common: dict[str, Any] = {**settings, "device": device, "is_causal": causal}
+        common |= {"device": device, "is_causal": causal}
         return [AttentionBenchmarkCell(**common, **values) for values in combinations(**varied)]
 
     def sweep(cells: list[AttentionBenchmarkCell], results: ResultsFile) -> None:

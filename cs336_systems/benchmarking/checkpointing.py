@@ -14,6 +14,7 @@ from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, cell_label, measure_cell
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import BenchmarkCell, named_cells
+from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.figures import COLOURS, new_figure, save_figure
 from cs336_systems.records import ResultsFile
 
@@ -149,9 +150,10 @@ def write_files(results: ResultsFile) -> str:
 
 
 def run_checkpointing(
-    command: str, *, size: tuple[str, ...], device: str, out: Path, resume: bool, **parameters: Any
+    command: str, *, size: tuple[str, ...] | None, device: str, out: Path, resume: bool, **parameters: Any
 ) -> list[CheckpointRow]:
-    """Measures the product of sizes and parameters and leaves the files under `out`; see scripts/checkpointing.py."""
+    """Measures the product of sizes and parameters and leaves the files under `out`; see scripts/checkpointing.py. The
+    size that is None is small on a GPU, and tiny elsewhere."""
 
     def sweep(cells: list[BenchmarkCell], results: ResultsFile) -> None:
         run_sweep(
@@ -162,7 +164,7 @@ def run_checkpointing(
         command,
         "checkpointing",
         CheckpointRow,
-        lambda device: named_cells(size, device=device, **parameters),
+        lambda device: named_cells(fill_in({"size": size}, SIZES, device)["size"], device=device, **parameters),
         sweep,
         write_files,
         device=device,

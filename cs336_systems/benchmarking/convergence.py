@@ -28,6 +28,7 @@ from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check, check_choice
+from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
@@ -52,6 +53,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp": {"parallel": "fsdp"},
     "bf16-fsdp": {"precision": "bf16", "parallel": "fsdp"},
 }
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "variant": (
+        tuple(name for name in VARIANTS if name not in ("tf32", "bf16-fsdp")),
+        ("fp32", "bf16", "ddp"),
+    ),
+    "seed": ((0, 1, 2), (0,)),
+    "steps": (300, 30),
+}
 _LAST = 20  # steps over which the training loss at the end is averaged
 
 
@@ -69,8 +78,8 @@ class _Run:
 def run_convergence(
     command: str,
     *,
-    variant: tuple[str, ...],
-    seed: tuple[int, ...],
+    variant: tuple[str, ...] | None,
+    seed: tuple[int, ...] | None,
     processes: int,
     at_once: int,
     out: Path,
@@ -82,20 +91,24 @@ def run_convergence(
 
     `at_once` runs share the machine; 0 stands for one on a CPU, and beside a GPU half the CPU's cores, 8 at most.
 
-    Bad input ends the program with status 2 before anything is built. A variant that this machine cannot run is a row.
+    What is None of `_DEFAULTS` is all of it on a GPU, and a minute's work elsewhere. Bad input ends the program with
+    status 2 before anything is built. A variant that this machine cannot run is a row.
     """
     with refusing_bad_input():
         for flag, values in (("variant", variant), ("seed", seed)):
-            check(len(values) > 0, flag, "", "needs at least one value")
-            check(len(set(values)) == len(values), flag, " ".join(map(str, values)), "must name each once")
+            if values is not None:
+                check(len(values) > 0, flag, "", "needs at least one value")
+                check(len(set(values)) == len(values), flag, " ".join(map(str, values)), "must name each once")
         check(at_once >= 0, "at_once", at_once, "must be 0 or more")
         check(processes >= 1, "processes", processes, "must be at least 1")
-        for name in variant:
+        for name in variant or ():
             check_choice("variant", name, VARIANTS)
-        for value in seed:
+        for value in seed or ():
             check(0 <= value < 2**63, "seed", value, "must be 0 or more, and less than 2**63")
         check_writable(out)
         device, provenance = resolve_device(device, command)
+        base = fill_in({**base, "variant": variant, "seed": seed}, _DEFAULTS, device)
+        variants, seeds = base.pop("variant"), base.pop("seed")
         base_config = TrainConfig(**base, device=device, out=out)
         _, _, tokens = check_run(base_config)
         results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
@@ -104,7 +117,7 @@ def run_convergence(
                 check_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True))
 
     def sweep() -> None:
-        runs = unmeasured([_Run(name, value) for value in seed for name in variant], results)
+        runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)
         with ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool:  # each thread waits for a run's processes
             futures = [
                 pool.submit(

@@ -11,6 +11,7 @@ from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.model_benchmark import cell_label
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import named_cells
+from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.records import DetailRows, ResultsFile
 
 
@@ -22,14 +23,15 @@ def run_detailed_sweep(
     measure: Callable[[Any], dict[str, Any]],
     write_files: Callable[[ResultsFile, ResultsFile], str],
     *,
-    size: tuple[str, ...],
+    size: tuple[str, ...] | None,
     device: str,
     out: Path,
     resume: bool,
     whole_model: bool = True,
     **parameters: Any,
 ) -> list[Any]:
-    """Measures the product of sizes and `parameters` (`named_cells`) into files under `out`; returns the rows.
+    """Measures the product of sizes (those of `defaults.py` for None) and `parameters` (`named_cells`) into files under
+    `out`; returns the rows.
 
     `details` are the second file's name, its row type, and the key under which a measurement has its rows
     (`DetailRows`). `write_files(rows, details)` writes the tables of both, and returns what a person reads. Where no
@@ -47,7 +49,7 @@ def run_detailed_sweep(
         command,
         name,
         row_type,
-        lambda device: named_cells(size, device=device, **parameters),
+        lambda device: named_cells(fill_in({"size": size}, SIZES, device)["size"], device=device, **parameters),
         sweep,
         lambda results: write_files(results, detail_rows[0].file),
         device=device,

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from cs336_systems.accounting.flops import attention_flops
 from cs336_systems.benchmarking.attention_cells import (
     AttentionCell,
+    PeerName,
     check_not_empty,
     make_inputs,
     prepare_device,
@@ -22,6 +23,7 @@ from cs336_systems.benchmarking.attention_cells import (
 from cs336_systems.benchmarking.grouped_sweep import Skipped, run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.configs import check, combinations
+from cs336_systems.defaults import fill_in
 from cs336_systems.records import ResultsFile
 
 if TYPE_CHECKING:
@@ -174,13 +176,20 @@ def flash_cells(**parameters: Any) -> list[FlashCell]:
     return [FlashCell(**values) for values in combinations(**parameters)]
 
 
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "implementation": (get_args(PeerName), ("naive", "flash-pytorch", "sdpa-flash")),
+    "precision": (("bf16", "fp32"), ("fp32",)),
+    "length": (tuple(2**n for n in range(7, 17)), (128, 256, 512, 1024)),
+}
+
+
 def run_flash_benchmark(
     command: str,
     *,
-    implementation: tuple[str, ...],
-    precision: tuple[str, ...],
+    implementation: tuple[str, ...] | None,
+    precision: tuple[str, ...] | None,
     head_dim: tuple[int, ...],
-    length: tuple[int, ...],
+    length: tuple[int, ...] | None,
     phase: tuple[str, ...],
     causal: bool,
     device: str,
@@ -188,22 +197,23 @@ def run_flash_benchmark(
     resume: bool,
     **settings: Any,
 ) -> list[FlashRow]:
-    """Measures the product of the first five and leaves the files under `out`; see scripts/flash_benchmark.py.
+    """Measures the product of the first five and leaves the files under `out`; see scripts/flash_benchmark.py. What is
+    None of `_DEFAULTS` is the assignment's on a GPU, and a minute's work elsewhere.
 
     All of an implementation's cells share a process, which starts CUDA, and compiles and tunes kernels, once for all.
     """
 
     def make_cells(device: str) -> list[FlashCell]:
-        return flash_cells(
-            **settings,
-            device=device,
-            is_causal=causal,
-            implementation=implementation,
-            precision=precision,
-            head_dim=head_dim,
-            length=tuple(sorted(length)),  # what takes too long is then known before the longer ones
-            phase=phase,
-        )
+        varied = {
+            "implementation": implementation,
+            "precision": precision,
+            "head_dim": head_dim,
+            "length": length,
+            "phase": phase,
+        }
+        varied = fill_in(varied, _DEFAULTS, device)
+        varied["length"] = tuple(sorted(varied["length"]))  # what takes too long is then known before the longer ones
+        return flash_cells(**settings, device=device, is_causal=causal, **varied)
 
     def sweep(cells: list[FlashCell], results: ResultsFile) -> None:
         run_grouped_sweep(cells, lambda cell: cell.implementation, FlashMeasure, results, _label)

@@ -17,6 +17,7 @@ from cs336_systems.benchmarking.attention_cells import AttentionCell, check_not_
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import check
+from cs336_systems.defaults import fill_in
 from cs336_systems.feasibility import tell_if_compiled_on_cpu
 from cs336_systems.records import ResultsFile, Statistics
 
@@ -107,9 +108,7 @@ def leaderboard_cells(causal: bool, device: str, **settings: Any) -> list[Leader
 
     Raises ValueError for the first cell that cannot be, and for no implementation.
     """
-    for name, (rule, elsewhere) in _DEFAULTS.items():
-        if settings[name] is None:
-            settings[name] = rule if device.startswith("cuda") else elsewhere
+    settings = fill_in(settings, _DEFAULTS, device)
     implementation = settings.pop("implementation")
     check_not_empty(implementation=implementation)
     return [

@@ -10,10 +10,10 @@ from cs336_systems.configs import Attention, Optimizer, check
 
 @dataclass(frozen=True)
 class RankArguments:
-    size: str = "xl"
-    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
-    ctx: int = 512
-    """Context length, in tokens."""
+    size: str | None = None
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, xl on GPUs and tiny on a CPU."""
+    ctx: int | None = None
+    """Context length, in tokens; unless given, 512 on GPUs and 64 on a CPU."""
     batch_size: int = 4
     """Sequences on each rank."""
     total_batch_size: int | None = None

@@ -5,6 +5,7 @@ The counterpart of sweep.py, whose cells need one process.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -15,6 +16,7 @@ from cs336_systems.benchmarking.into_files import resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
 from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
 from cs336_systems.configs import check, named_shape
+from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import (
     DEFAULT_TIMEOUT_S,
     GroupOptions,
@@ -28,6 +30,8 @@ from cs336_systems.distributed.process_group import (
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
+
+_MODEL: dict[str, tuple[Any, Any]] = {"size": ("xl", "tiny"), "ctx": (512, 64)}
 
 
 def run_rank_sweep(
@@ -113,10 +117,13 @@ def resolve_ranks_device(device: str) -> str:
     return ("cuda" if n_gpus else "cpu") if device == "auto" else device
 
 
-def model_on_ranks(size: str, device: str, attention: str, **several: tuple[Any, ...]) -> dict[str, Any]:
-    """The fields that all cells of a model on ranks share: its size and shape, the attention, and the device.
+def model_on_ranks(
+    size: str | None, ctx: int | None, device: str, attention: str, **several: tuple[Any, ...]
+) -> dict[str, Any]:
+    """The fields that all cells of a model on ranks share: its size and shape, context, the attention, and the device.
 
-    It also has the fork server, from which the ranks come, begin to import what they need.
+    Size and context that are None are a node's work on GPUs, and seconds' on a CPU. It also has the fork server, from
+    which the ranks come, begin to import what they need.
 
     Raises:
         ValueError: no such size or device, an attention that does not run on the device, or one of `several` without
@@ -124,7 +131,8 @@ def model_on_ranks(size: str, device: str, attention: str, **several: tuple[Any,
     """
     if launcher() is None:
         start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
-    shape = named_shape(size)
+    if size is not None:
+        named_shape(size)  # refused before torch is imported
     for flag, values in several.items():
         check(values != (), flag, "", "needs at least one value")
     device = resolve_ranks_device(device)
@@ -132,7 +140,8 @@ def model_on_ranks(size: str, device: str, attention: str, **several: tuple[Any,
 
     missing = why_not(attention, device)
     check(missing is None, "attention", attention, str(missing))
-    return {**shape, "attention": attention, "device": device}
+    chosen = fill_in({"size": size, "ctx": ctx}, _MODEL, device)
+    return {**named_shape(chosen["size"]), "ctx": chosen["ctx"], "attention": attention, "device": device}
 
 
 def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[str]) -> list[dict[str, Any]]:
@@ -186,7 +195,8 @@ def open_results(
 
 
 def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:
-    """The world sizes to measure: those asked for, or the launcher's, or those of `default` that this machine can run.
+    """The world sizes to measure: those asked for, or the launcher's, or those of `default` for which this machine has
+    GPUs or, on a CPU, cores (two ranks run on one).
 
     Raises:
         ValueError: one that was asked for is larger than the number of GPUs, or is not the launcher's.
@@ -195,7 +205,7 @@ def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -
 
     launched = launched_world_size()
     n_gpus = torch.cuda.device_count()
-    fits = [n for n in default if device == "cpu" or n <= n_gpus]
+    fits = [n for n in default if n <= (max(2, os.cpu_count() or 1) if device == "cpu" else n_gpus)]
     chosen = tuple(processes) or ((launched,) if launched else tuple(fits))
     for world_size in chosen:
         if world_size < 1:

@@ -50,6 +50,7 @@ from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
 
 ALL_REDUCE_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0, 10.0)}
+BUCKET_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0)}
 _IN_TIMELINE = ("naive", "overlapped", "bucketed", "bucketed-in-place")
 
 
@@ -57,12 +58,13 @@ def run_data_parallel_benchmark(
     command: str,
     profile_step: Callable[..., Any] | None,
     *,
-    size: str,
+    size: str | None,
+    ctx: int | None,
     attention: str,
     processes: tuple[int, ...],
     precision: tuple[str, ...],
     implementation: tuple[str, ...],
-    bucket_size_mb: tuple[float, ...],
+    bucket_size_mb: tuple[float, ...] | None,
     device: str,
     out: Path,
     batch_size: int,
@@ -80,7 +82,7 @@ def run_data_parallel_benchmark(
     """
     with refusing_bad_input():
         check_timeout(timeout_s)
-        common = model_on_ranks(size, device, attention, precision=precision, implementation=implementation)
+        common = model_on_ranks(size, ctx, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)
         base = DataParallelCell(implementation="none", **common, **parameters)
@@ -90,7 +92,7 @@ def run_data_parallel_benchmark(
             precision=precision,
             batch_sizes=batch_sizes(ranks, batch_size, total_batch_size),
             implementation=implementation,
-            bucket_size_mb=bucket_size_mb,
+            bucket_size_mb=BUCKET_SIZES_MB[device] if bucket_size_mb is None else bucket_size_mb,
             nccl=nccl,
         )
         check_memory(cells)

@@ -81,6 +81,7 @@ def run_leaderboard_step(
     command: str,
     *,
     size: str,
+    ctx: int,
     processes: tuple[int, ...],
     implementation: tuple[str, ...],
     memory_gib: float | None,
@@ -101,7 +102,7 @@ def run_leaderboard_step(
     """
     with refusing_bad_input():
         check_timeout(timeout_s)
-        common = model_on_ranks(size, device, "sdpa", implementation=implementation)
+        common = model_on_ranks(size, ctx, device, "sdpa", implementation=implementation)
         device = common["device"]
         settings = nccl_settings(device, max_ctas, high_priority)
         ranks = world_sizes(processes, device, (2,))

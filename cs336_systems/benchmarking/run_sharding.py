@@ -83,7 +83,8 @@ def run_sharding_benchmark(
     profile_step: Callable[..., dict[str, Any]] | None,
     *,
     name: str,
-    size: str,
+    size: str | None,
+    ctx: int | None,
     attention: str,
     processes: tuple[int, ...],
     precision: tuple[str, ...],
@@ -109,7 +110,7 @@ def run_sharding_benchmark(
     """
     with refusing_bad_input():
         check_timeout(timeout_s)
-        common = model_on_ranks(size, device, attention, precision=precision, implementation=implementation)
+        common = model_on_ranks(size, ctx, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)
         ranks = world_sizes(processes, device, default_processes)

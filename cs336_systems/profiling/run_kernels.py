@@ -10,6 +10,7 @@ from typing import Any
 
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check, named_cell
+from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.feasibility import check_memory, missing_here
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
@@ -18,7 +19,15 @@ from cs336_systems.records import ResultsFile, check_writable
 
 
 def run_kernels(
-    command: str, *, size: str, ctx: int, device: str, benchmark: Path | None, top: int, out: Path, **parameters: Any
+    command: str,
+    *,
+    size: str | None,
+    ctx: int,
+    device: str,
+    benchmark: Path | None,
+    top: int,
+    out: Path,
+    **parameters: Any,
 ) -> Analysis:
     """Profiles the cell and writes what `write_analyses` does, and the trace as <cell>.json.gz, under `out`.
 
@@ -26,7 +35,7 @@ def run_kernels(
     """
     with refusing_bad_input():
         check(top >= 1, "top", top, "must be at least 1")
-        named_cell(size, ctx, device="cuda" if device == "auto" else device, **parameters)
+        named_cell(size or "small", ctx, device="cuda" if device == "auto" else device, **parameters)
         check_writable(out)
         import torch
 
@@ -38,6 +47,7 @@ def run_kernels(
         if device == "auto":
             device = "cuda" if has_gpu else "cpu"
         check(device == "cpu" or (device.startswith("cuda") and has_gpu), "device", device, "is not on this machine")
+        (size,) = fill_in({"size": None if size is None else (size,)}, SIZES, device)["size"]
         cell = named_cell(size, ctx, device=device, **parameters)
         missing = missing_here([cell])
         if missing:
