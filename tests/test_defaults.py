@@ -17,6 +17,7 @@ from cs336_systems.benchmarking import (
     rank_sweep,
     run_all_reduce,
     run_data_parallel,
+    run_mixed_precision,
     run_sharding,
 )
 from cs336_systems.benchmarking.attention_peers import PEERS
@@ -44,6 +45,12 @@ SWEEPS: dict[str, tuple[Any, str, dict[str, tuple[set, set]]]] = {
     "checkpointing": (checkpointing, "run_sweep", {"size": ({"small"}, {"tiny"})}),
     "profile_memory": (detailed_sweep, "run_sweep", {"size": ({"small"}, {"tiny"})}),
     "saved_tensors": (detailed_sweep, "run_sweep", {"size": ({"small"}, {"tiny"})}),
+    "mixed_precision": (
+        run_mixed_precision,
+        "check_models",
+        {"size": ({"small", "medium", "large", "xl", "2.7b"}, {"tiny"}),
+         "precision": ({"fp32", "bf16", "fp16"}, {"fp32", "bf16"})},
+    ),
     "profile_kernels": (run_kernels, "check_memory", {"size": ({"small"}, {"tiny"})}),
     "ddp_benchmark": (
         run_data_parallel,
@@ -74,7 +81,7 @@ def test_without_arguments_a_cpu_gets_less(
 
     def sweep(cells: Any, *_: Any, **__: Any) -> list[Any]:
         swept[:] = cells
-        if name == "check_memory":  # before the one step that this script runs
+        if name.startswith("check_"):  # before this script runs the rest
             raise ValueError("x=1: measures nothing here")
         return []
 
@@ -82,7 +89,7 @@ def test_without_arguments_a_cpu_gets_less(
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if device == "cuda" else 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-    for place in (into_files, rank_sweep, convergence):
+    for place in (into_files, rank_sweep, convergence, run_mixed_precision):
         monkeypatch.setattr(place, "resolve_device", lambda *_: (device, RUN))
     monkeypatch.setattr(convergence, "check_run", lambda config: (device, 1, None))
     monkeypatch.setattr(before_work, "run_isolated", lambda *_: Outcome("ok"))

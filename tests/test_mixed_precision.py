@@ -200,7 +200,7 @@ def _run(folder, **changes):
     """What the script calls, in this process."""
     arguments = {
         "part": ("accumulation", "dtypes", "layer-norm", "benchmark"),
-        "size": (),
+        "size": None,
         "ctx": (8,),
         "mode": ("train-step",),
         "precision": ("fp32", "bf16"),

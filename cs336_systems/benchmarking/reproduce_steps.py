@@ -118,7 +118,7 @@ STEPS: tuple[Step, ...] = (
          gpu=("--size small --ctx 256",), cpu=("--device cpu --size tiny --ctx 128 --warmup 1 --steps 1",),
          seconds=_guess(cpu=15, gpu=45), resumes=False),
     Step("mixed_precision", "mixed_precision", "benchmark",
-         gpu=("",), cpu=("--device cpu --size tiny --ctx 128 --warmup 1 --steps 3",),
+         gpu=("",), cpu=("--device cpu --size tiny --ctx 128 --precision fp32 bf16 fp16 --warmup 1 --steps 3",),
          seconds=_guess(cpu=25, gpu=240)),
     Step("memory", "profile_memory", "memory",
          gpu=("--size 2.7b --ctx 128 256 512 --mode forward train-step --precision fp32 bf16",),

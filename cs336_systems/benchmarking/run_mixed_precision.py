@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,20 @@ from cs336_systems.benchmarking.precision_benchmark import (
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cells
+from cs336_systems.defaults import fill_in
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
 
-GPU_SIZES = ("small", "medium", "large", "xl", "2.7b")
-CPU_SIZES = ("tiny",)
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "size": (("small", "medium", "large", "xl", "2.7b"), ("tiny",)),
+    "precision": (("fp32", "bf16", "fp16"), ("fp32", "bf16")),  # fp16's products take a CPU a minute
+}
 
 
 def run_mixed_precision(
     command: str,
     *,
     part: tuple[str, ...],
-    size: tuple[str, ...],
     device: str,
     out: Path,
     resume: bool,
@@ -53,16 +56,16 @@ def run_mixed_precision(
 ) -> None:
     """Runs the parts asked for and leaves rows and tables of each under `out`; see scripts/mixed_precision.py.
 
-    Bad input ends the program with status 2 before anything is measured.
+    What is None of `_DEFAULTS` is the assignment's on a GPU, and seconds' work elsewhere. Bad input ends the program
+    with status 2 before anything is measured.
     """
     with refusing_bad_input():
         for flag, values in {"part": part, **parameters}.items():
             check(values != (), flag, "", "needs at least one value")
-        named_cells(size or GPU_SIZES, device="cuda" if device == "auto" else device, **parameters)
+        _cells("cuda" if device == "auto" else device, parameters)
         check_writable(out)
         device, provenance = resolve_device(device, command)
-        sizes = size or (GPU_SIZES if device.startswith("cuda") else CPU_SIZES)
-        cells = named_cells(sizes, device=device, **parameters)
+        cells = _cells(device, parameters)
         if "benchmark" in part:
             check_models(cells)
         results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume) if "benchmark" in part else None
@@ -76,6 +79,11 @@ def run_mixed_precision(
         _write(out, "layer_norm", LayerNormRow, rows, LAYER_NORM_COLUMNS, layer_norm_note(rows), provenance)
     if results is not None:
         _benchmark(cells, results, out)
+
+
+def _cells(device: str, parameters: Mapping[str, Any]) -> list[BenchmarkCell]:
+    filled = fill_in(parameters, _DEFAULTS, device)
+    return named_cells(filled.pop("size"), device=device, **filled)
 
 
 def _write(
