@@ -4,12 +4,14 @@ import errno
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 
-from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
+from cs336_systems.benchmarking.into_files import check_any_measured, finish_files, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import show, tell
 from cs336_systems.records import NotWritten, ResultsFile, read_results
@@ -154,3 +156,21 @@ def test_a_busy_machine_is_told_and_recorded_where_the_cpu_is_timed(monkeypatch,
         assert resolve_device("cpu", "command")[1].busy_load == recorded
         told = f"busy (load {load:.1f}, cores {n_cores})" in capsys.readouterr().err
         assert told == (recorded is not None)
+
+
+def test_two_threads_that_finish_do_not_write_at_once(results):
+    results.append(_Row(1))
+    inside, together = [0], []
+
+    def write(results):
+        inside[0] += 1
+        time.sleep(0.05)
+        together.append(inside[0])
+        inside[0] -= 1
+        return ""
+
+    other = threading.Thread(target=finish_files, args=(results, write))
+    other.start()
+    finish_files(results, write)
+    other.join()
+    assert together == [1, 1]

@@ -98,12 +98,13 @@ def finish_files(
     Raises:
         SystemExit: 1 where a file could not be written, after a line that says how to go on.
     """
-    if results.rows:
-        with _explaining(OSError, results, [] if told is None else told):  # all that happens here is writing
-            text = write_files(results)
-        show(text)
-        tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
-    _tell_what_is_left(results)
+    with results.lock:  # a launched rank may be finishing in another thread, which would write to the same files
+        if results.rows:
+            with _explaining(OSError, results, [] if told is None else told):  # all that happens here is writing
+                text = write_files(results)
+            show(text)
+            tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
+        _tell_what_is_left(results)
 
 
 def _tell_what_is_left(results: ResultsFile) -> None:
