@@ -7,11 +7,15 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 Arguments = TypeVar("Arguments")
+
+_AFTER_AN_IMPORT_S = 0.05
 
 
 def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
@@ -24,7 +28,7 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
     # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _exit_by_signal)
     try:
         try:
             return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
@@ -34,6 +38,19 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
     except BrokenPipeError:
         _leave_standard_output()
         raise SystemExit(0) from None
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> None:
+    """Not in the middle of an import, though: some modules swallow whatever is raised there, and the program would go
+    on. The signal is sent again until it is over."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            again = threading.Timer(_AFTER_AN_IMPORT_S, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    sys.exit(128 + number)
 
 
 def _in_a_line(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

@@ -20,8 +20,9 @@ from cs336_systems.configs import Attention, Compile, Kernels, Mode, Optimizer, 
 
 @dataclass(frozen=True)
 class Arguments:
-    size: tuple[str, ...] = ("small",)
-    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; or custom, with the model's own flags below."""
+    size: tuple[str, ...] | None = None
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; or custom, with the model's own flags below. Default:
+    small on a GPU, tiny on a CPU."""
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     mode: tuple[Mode, ...] = ("train-step",)

@@ -1,5 +1,6 @@
 """What every script does with its command line, and with a Ctrl-C or an error that nobody caught."""
 
+import os
 import re
 import subprocess
 import sys
@@ -77,3 +78,27 @@ def test_flags_are_described_and_those_that_mean_the_same_in_the_same_words():
     sweeps = {words for words in said["resume"] if words.startswith("Keep the rows")}
     assert len(sweeps) <= 2, sweeps  # the comparison of training runs goes on with what each has
     assert {words.split()[0] for words in said["seed"]} == {"Seed"}
+
+
+def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):
+    """As libraries do that try what they can import."""
+    (tmp_path / "greedy.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.2)\n"
+        "except BaseException:\n"
+        "    pass\n"
+        "print('whole')\n"
+    )
+    script = (
+        "import time\n"
+        "from dataclasses import make_dataclass\n"
+        "from cs336_systems.cli import parse\n"
+        "parse(make_dataclass('Arguments', []), '')\n"
+        "import greedy\n"
+        "time.sleep(30)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=25)
+    assert (run.returncode, run.stdout, run.stderr) == (143, "whole\n", "")

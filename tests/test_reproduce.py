@@ -151,7 +151,6 @@ def test_steps_and_report_name_the_same_folders():
 MADE_OTHERWISE = {
     "published": "what others measured, copied from where they say it",
     "ncu": "counters of a profiler that needs rights which most machines do not give: see docs/attention.md",
-    "all_reduce/4_ctas": "of an earlier run; ddp/nccl_options measures the same beside the steps",
 }
 
 

@@ -18,7 +18,8 @@ from cs336_systems.benchmarking.model_benchmark import (
 from cs336_systems.benchmarking.plots import plot_phases
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import SIZE_NAMES, check, check_choice, named_shape, sweep_cells
+from cs336_systems.configs import SIZE_NAMES, BenchmarkCell, check, check_choice, named_shape, sweep_cells
+from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.records import ResultsFile
 
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
@@ -27,7 +28,7 @@ _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 def run_benchmark(
     command: str,
     *,
-    size: tuple[str, ...],
+    size: tuple[str, ...] | None,
     device: str,
     out: Path,
     resume: bool,
@@ -52,7 +53,11 @@ def run_benchmark(
             graphs = parameters.get("cuda_graphs", ())
             check("on" not in graphs, "cuda_graphs", "on", "goes without --nvtx: ranges are marked between launches")
         given = dict(zip(_SHAPE, (d_model, d_ff, num_layers, num_heads), strict=True))
-        sizes = [_size_parameters(name, vocab_size, given) for name in size]
+        shapes = {name: _size_parameters(name, vocab_size, given) for name in size or ("small", "tiny")}
+
+    def make_cells(device: str) -> list[BenchmarkCell]:
+        sizes = fill_in({"size": size}, SIZES, device)["size"]
+        return sweep_cells([shapes[name] for name in sizes], device=device, **parameters)
 
     def write_files(results: ResultsFile) -> str:
         table = results.write_tables(table_columns(results.rows), table_note(results.rows))
@@ -63,7 +68,7 @@ def run_benchmark(
         command,
         "benchmark",
         BenchmarkRow,
-        lambda device: sweep_cells(sizes, device=device, **parameters),
+        make_cells,
         lambda cells, results: run_sweep(cells, partial(measure_cell, watch=watch), results, cell_label),
         write_files,
         device=device,
