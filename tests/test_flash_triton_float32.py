@@ -50,16 +50,26 @@ def test_float32_in_parts_at_any_magnitude(in_parts, shape, size_of_v, size_of_d
         assert error <= 5e-6 * size * max(1.0, (y / max(size, 1e-300)).abs().max().item()), f"{name}: {error:.2e}"
 
 
-def test_float32_in_parts_with_configurations_and_dropout(in_parts):
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "descriptors",
+        "dK and dV apart",
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("tall tiles", "one launch, descriptors")),
+    ],
+)
+def test_float32_in_parts_with_configurations_and_dropout(in_parts, plan):
     dropout = (0.3, 1234, 7)
     q, k, v, do = draw(heads=2, kv_heads=1, n_queries=40, n_keys=32, head_dim=32)
     identity = torch.eye(32, device=DEVICE).expand(v.shape)
     keep_scale = (flash_forward(q, k, identity, False, 0.1, *dropout)[0] != 0).double() / 0.7
     expected = reference(q, k, v, do, True, 0.1, keep_scale)
-    for plan in ("tall tiles", "descriptors", "dK and dV apart", "one launch, descriptors"):
-        config = make_config(32, 16, use_tma="descriptors" in plan)
-        actual = run_kernels(q, k, v, do, True, 0.1, config, PLANS[plan], dropout)
-        check(actual, expected, torch.float32, 5e-6)
+    config = make_config(32, 16, use_tma="descriptors" in plan)
+    check(run_kernels(q, k, v, do, True, 0.1, config, PLANS[plan], dropout), expected, torch.float32, 5e-6)
+
+
+def test_float32_in_parts_in_chunks_and_wide_tiles(in_parts):
+    q, k, v, do = draw(heads=2, kv_heads=1, n_queries=40, n_keys=32, head_dim=32)
     check(run_kernels(q, k, v, do, True, 0.1, make_config(16, 16), PLANS["wide tiles"], n_chunks=2),
           reference(q, k, v, do, True, 0.1), torch.float32, 5e-6)  # fmt: skip
 

@@ -65,7 +65,11 @@ def test_ranks_train_as_one_process_does(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", [scheme for scheme in _SCHEMES if scheme.values[0] in ("ddp", "bucketed sharded", "fsdp")]
+    "name",
+    [
+        *(scheme for scheme in _SCHEMES if scheme.values[0] in ("bucketed sharded", "fsdp")),
+        pytest.param("ddp", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_resume_to_the_same_losses(tmp_path, name):
     whole = make_config(tmp_path, out=tmp_path / "whole", precision="fp16", **SCHEMES[name])
