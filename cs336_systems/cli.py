@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 Arguments = TypeVar("Arguments")
 
 _AFTER_AN_IMPORT_S = 0.05
+_SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
 def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
@@ -80,7 +81,7 @@ def fail(message: str) -> NoReturn:
     """Prints the message as a flag's error and exits with status 2."""
     flag = re.match(r"(\w+)=('[^']*'|\(\)|\S+): ", message)
     if flag:
-        value = flag[2].strip("'()")
+        value = "" if flag[2] == "None" else flag[2].strip("'()")
         message = f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
@@ -110,7 +111,8 @@ def tell(text: str) -> None:
 
 
 def command_line() -> str:
-    """What was typed, to be run again: `python scripts/benchmark.py --size small`."""
+    """What was typed, to be run again: `python scripts/benchmark.py --size small`, behind what the environment had of
+    that which changes what is measured: `OMP_NUM_THREADS=1 python …`."""
     import shlex
     from pathlib import Path
 
@@ -118,4 +120,5 @@ def command_line() -> str:
     root = Path(__file__).resolve().parents[1]
     resolved = script.resolve()
     shown: Any = resolved.relative_to(root) if resolved.is_relative_to(root) else script.name
-    return shlex.join(["python", str(shown), *sys.argv[1:]])
+    settings = [f"{name}={shlex.quote(os.environ[name])} " for name in _SETTINGS if os.environ.get(name)]
+    return "".join(settings) + shlex.join(["python", str(shown), *sys.argv[1:]])

@@ -135,7 +135,7 @@ def test_a_reader_that_has_gone_costs_no_file(tmp_path):
         (["--batch-size", "0"], r"--batch-size 0: must be between 1 and"),
         (["--size", "custom", "--d-model", "100", "--d-ff", "8", "--num-layers", "1", "--num-heads", "3"],
          r"--num-heads 3: must divide d_model=100"),
-        (["--size", "custom", "--d-model", "64"], r"--d-ff None: --size custom needs it"),
+        (["--size", "custom", "--d-model", "64"], r"--d-ff: --size custom needs it"),
         (["--d-model", "64"], r"--d-model 64: goes with --size custom; 'tiny' has its own"),
         (["--precision", "tf32"], r"--precision tf32: .*NVIDIA.*there fp32 and bf16 run"),
         (["--precision", "fp16", "--device", "mps"], r"--precision fp16: .*there fp32 and bf16 run"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.cli import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -102,3 +104,13 @@ def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_pat
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=25)
     assert (run.returncode, run.stdout, run.stderr) == (143, "whole\n", "")
+
+
+def test_the_command_has_what_the_environment_changes(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "benchmark.py"), "--out", "a b"])
+    assert command_line() == "python scripts/benchmark.py --out 'a b'"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert command_line() == "OMP_NUM_THREADS=1 TRITON_INTERPRET=1 python scripts/benchmark.py --out 'a b'"
