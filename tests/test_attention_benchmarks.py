@@ -74,7 +74,7 @@ def test_the_flash_benchmark_survives_ctrl_c_resumes_and_writes_every_file(tmp_p
     assert "**forward**" in output
     assert re.search(r"\| +17 \| +[\d.e-]+ \([\d.e-]+\) \|", output)
     assert "- sdpa-cudnn (fp32) is unsupported: sdpa-cudnn runs on NVIDIA GPUs, and the device is cpu" in output
-    assert "`python scripts/flash_benchmark.py --device cpu" in output
+    assert "python scripts/flash_benchmark.py --device cpu" in output
 
 
 def test_the_attention_benchmark_writes_times_and_formulas(tmp_path, run_script):
