@@ -115,7 +115,11 @@ class ResultsFile(Generic[Row]):
 
     def left(self) -> list[str]:
         """What a person calls the cells `asked` for that have no row yet."""
-        return [label for cell, label in self.asked.items() if not any(is_row_of(row, cell) for row in self.rows)]
+        return [self.asked[cell] for cell in self.cells_left()]
+
+    def cells_left(self) -> list[Any]:
+        """Those cells themselves."""
+        return [cell for cell in self.asked if not any(is_row_of(row, cell) for row in self.rows)]
 
     def used_runs(self) -> list[Provenance]:
         """The runs that have rows, in order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def run_benchmark(
             graphs = parameters.get("cuda_graphs", ())
             check("on" not in graphs, "cuda_graphs", "on", "goes without --nvtx: ranges are marked between launches")
         given = dict(zip(_SHAPE, (d_model, d_ff, num_layers, num_heads), strict=True))
-        shapes = {name: _size_parameters(name, vocab_size, given) for name in size or ("small", "tiny")}
+        shapes = {name: _size_parameters(name, vocab_size, given) for name in size or chain(*SIZES["size"])}
 
     def make_cells(device: str) -> list[BenchmarkCell]:
         sizes = fill_in({"size": size}, SIZES, device)["size"]

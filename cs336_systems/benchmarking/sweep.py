@@ -72,7 +72,7 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
     results.asked = {cell: label(cell) for cell in cells}
-    left = [cell for cell in results.asked if not any(is_row_of(row, cell) for row in results.rows)]
+    left = results.cells_left()
     if not left:
         tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     return left

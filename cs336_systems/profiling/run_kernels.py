@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.cli import refusing_bad_input, show
-from cs336_systems.configs import check, named_cell
+from cs336_systems.configs import BenchmarkCell, check, named_cell
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.feasibility import check_memory, missing_here
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
@@ -33,9 +33,14 @@ def run_kernels(
 
     Bad input ends the program with status 2 before anything is built, running out of memory with status 1.
     """
+
+    def make_cell(device: str) -> BenchmarkCell:
+        (name,) = fill_in({"size": None if size is None else (size,)}, SIZES, device)["size"]
+        return named_cell(name, ctx, device=device, **parameters)
+
     with refusing_bad_input():
         check(top >= 1, "top", top, "must be at least 1")
-        named_cell(size or "small", ctx, device="cuda" if device == "auto" else device, **parameters)
+        make_cell("cuda" if device == "auto" else device)
         check_writable(out)
         import torch
 
@@ -47,8 +52,7 @@ def run_kernels(
         if device == "auto":
             device = "cuda" if has_gpu else "cpu"
         check(device == "cpu" or (device.startswith("cuda") and has_gpu), "device", device, "is not on this machine")
-        (size,) = fill_in({"size": None if size is None else (size,)}, SIZES, device)["size"]
-        cell = named_cell(size, ctx, device=device, **parameters)
+        cell = make_cell(device)
         missing = missing_here([cell])
         if missing:
             raise ValueError(missing)
