@@ -162,7 +162,8 @@ def test_offsets_pass_2_to_the_31(device):
     float32 = module.tl.float32
     module.launch(
         module._adamw_kernel, 2, table, torch.zeros(2, dtype=torch.int32, device=device), P_DTYPE=float32,
-        G_DTYPE=float32, M_DTYPE=float32, V_DTYPE=float32, W_DTYPE=None, ALIGNMENT=16, ROW=module._ROW, TILE=TILE,
+        G_DTYPE=float32, M_DTYPE=float32, V_DTYPE=float32, W_DTYPE=None, WIDEST=32, ALIGNMENT=16,
+        ROW=module._ROW, TILE=TILE,
     )  # fmt: skip
     assert_equal_to_1e_6([p, m, v], [expected, *(optimizer.state[expected][x] for x in ("exp_avg", "exp_avg_sq"))])
 

@@ -98,6 +98,8 @@ def problems(results: dict[Case, dict[str, Any]]) -> list[str]:
         found = problem(case.arch, result, SPILL_TOLERATED_BYTES)
         if found is None and not result["is_vectorised"] and case.width % 8 == 0:
             found = "reads and writes single elements"
+        if found is None and case.kernel.startswith("_adamw") and result["shared_bytes"] > 0:
+            found = "threads exchange elements through shared memory"
         if found is not None:
             wrong.append(f"{case}: {found}")
     return wrong

@@ -27,8 +27,12 @@ _PAIRS = struct.Struct("3q")
 
 
 @triton.jit
-def _pointer(address_ptr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(DTYPE)), ALIGNMENT)  # ty: ignore[invalid-argument-type]
+def _pointer(address_ptr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, WIDEST: tl.constexpr):
+    """The address as a pointer, said to be aligned no better than lets a thread access as many elements at once as of
+    the widest dtype: with more, threads would own other elements of a narrow tensor than of a wide one, and exchange
+    them through shared memory."""
+    aligned: tl.constexpr = ALIGNMENT * DTYPE.primitive_bitwidth // WIDEST if ALIGNMENT > 1 else 1
+    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(DTYPE)), aligned)  # ty: ignore[invalid-argument-type]
 
 
 @triton.jit
@@ -47,9 +51,11 @@ def _update_tile(
     g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
     v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
-    m += one_minus_beta1 * (g - m)
-    v = beta2 * v + one_minus_beta2 * g * g
-    p = decay * p - step_size * (m / (tl.sqrt(v) + eps))
+    # Each sum with a product is said to be one operation: left to the compiler, which of them are could depend on the
+    # dtypes, and so would the last bit.
+    m = tl.fma(one_minus_beta1, g - m, m)
+    v = tl.fma(beta2, v, one_minus_beta2 * g * g)
+    p = tl.fma(-step_size, m / (tl.sqrt(v) + eps), decay * p)
     tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
     tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
     tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
@@ -66,6 +72,7 @@ def _adamw_kernel(
     M_DTYPE: tl.constexpr,
     V_DTYPE: tl.constexpr,
     W_DTYPE: tl.constexpr,  # of the weight that is p rounded; None if p is the weight
+    WIDEST: tl.constexpr,  # bits of the widest of these
     ALIGNMENT: tl.constexpr,  # bytes; of all addresses
     ROW: tl.constexpr,
     TILE: tl.constexpr,
@@ -73,12 +80,12 @@ def _adamw_kernel(
     """One program: TILE elements of one parameter and its state."""
     tile = tl.program_id(0)
     row_ptr = table_ptr + tl.load(tensor_of_tile_ptr + tile).to(tl.int64) * ROW
-    p_ptr = _pointer(row_ptr, P_DTYPE, ALIGNMENT)
-    g_ptr = _pointer(row_ptr + 1, G_DTYPE, ALIGNMENT)
-    m_ptr = _pointer(row_ptr + 2, M_DTYPE, ALIGNMENT)
-    v_ptr = _pointer(row_ptr + 3, V_DTYPE, ALIGNMENT)
+    p_ptr = _pointer(row_ptr, P_DTYPE, ALIGNMENT, WIDEST)
+    g_ptr = _pointer(row_ptr + 1, G_DTYPE, ALIGNMENT, WIDEST)
+    m_ptr = _pointer(row_ptr + 2, M_DTYPE, ALIGNMENT, WIDEST)
+    v_ptr = _pointer(row_ptr + 3, V_DTYPE, ALIGNMENT, WIDEST)
     HAS_WEIGHT: tl.constexpr = W_DTYPE is not None
-    w_ptr = _pointer(row_ptr + 4, W_DTYPE, ALIGNMENT) if HAS_WEIGHT else p_ptr
+    w_ptr = _pointer(row_ptr + 4, W_DTYPE, ALIGNMENT, WIDEST) if HAS_WEIGHT else p_ptr
     n_elements = tl.load(row_ptr + 5)
     start = (tile - tl.load(row_ptr + 6)) * TILE  # int64, as the table is
     offsets = start + tl.arange(0, TILE)
@@ -124,10 +131,11 @@ def launch_adamw(
         # From pinned memory the copy is queued like a kernel; the allocator keeps that memory until it is done.
         table = table.pin_memory().to(device, non_blocking=True)
     p, g, m, v, w = (None if dtype is None else getattr(tl, _TRITON_DTYPES[dtype]) for dtype in dtypes)
+    widest = 8 * max(dtype.itemsize for dtype in dtypes if dtype is not None)
     launch(
         _adamw_kernel, update.first_tile, table, _tensor_of_tile(tuple(update.n_tiles), device), P_DTYPE=p, G_DTYPE=g,
-        M_DTYPE=m, V_DTYPE=v, W_DTYPE=w, ALIGNMENT=ALIGNMENT_BYTES if is_aligned else 1, ROW=_ROW, TILE=TILE,
-        num_warps=_N_WARPS,
+        M_DTYPE=m, V_DTYPE=v, W_DTYPE=w, WIDEST=widest, ALIGNMENT=ALIGNMENT_BYTES if is_aligned else 1, ROW=_ROW,
+        TILE=TILE, num_warps=_N_WARPS,
     )  # fmt: skip
 
 
