@@ -59,7 +59,7 @@ IN_SHORT = {
     "`--kernels fused --compile blocks`": _kind("fused", "blocks"),
     "`--kernels loss --compile blocks`": _kind("loss", "blocks"),
     "`--kernels fused --compile blocks --cuda-graphs on`": _kind("fused", "blocks", "on"),
-    "`--kernels loss --master-weights on --compile blocks`": _kind("loss", "blocks", masters="on"),
+    "`--kernels fused --master-weights on --compile blocks`": _kind("fused", "blocks", masters="on"),
     "`--kernels fused --master-weights on --compile blocks --cuda-graphs on`": _kind(
         "fused", "blocks", "on", masters="on"
     ),
