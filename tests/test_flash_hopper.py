@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
 
-from cs336_systems.attention import flash_attention, implementations, triton_launch, triton_plan
+from cs336_systems.attention import flash_attention, hopper_plan, implementations, triton_launch, triton_plan
 from cs336_systems.attention.flash_hopper import hopper_backward, hopper_forward
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.hopper_backward import hopper_backward_kernel
 from cs336_systems.attention.hopper_dq import hopper_dq_kernel
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
-from cs336_systems.attention.hopper_plan import with_hopper_dq, with_hopper_forward
+from cs336_systems.attention.hopper_plan import with_hopper_backward, with_hopper_forward
 from cs336_systems.attention.triton_tuning import Gpu
 from tests.gpu_attention import (
     SHAPES,
@@ -34,38 +35,46 @@ A100 = Gpu("A100", 80, 108, 166912)
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def _kernels(gpu=H100, head_dim=128, length=8192, heads=8, dtype=torch.bfloat16, dropout_p=0.0, stride=None):
-    """The last kernel of each plan, for tensors without memory."""
+def _kernels(
+    gpu=H100, head_dim=128, length=16384, heads=8, dtype=torch.bfloat16, dropout_p=0.0, stride=None,
+    n_keys=None, needs_dq=True, needs_dkdv=True,
+):  # fmt: skip
+    """Those of both plans that are Hopper's, for tensors without memory."""
     q = torch.empty(1, heads, length, stride or head_dim, dtype=dtype, device="meta")[..., :head_dim]
-    problem = triton_launch.make_problem(q, q, True, 0.1, dropout_p, gpu)
-    strides = [q.stride()] * 8
+    k = q if n_keys is None else torch.empty(1, heads, n_keys, head_dim, dtype=dtype, device="meta")
+    problem = triton_launch.make_problem(q, k, True, 0.1, dropout_p, gpu)
+    strides = [x.stride() for x in (q, q, k, k, q, q, k, k)]
     forward = with_hopper_forward(triton_plan.plan_forward(problem, strides[:4], True), problem, strides[:4])
-    backward = with_hopper_dq(triton_plan.plan_backward(problem, strides, True), problem, strides, needs_dq=True)
-    return [plan.steps[-1].kernel for plan in (forward, backward)]
+    portable = triton_plan.plan_backward(problem, strides, True, needs_dq, needs_dkdv)
+    backward = with_hopper_backward(portable, problem, strides, needs_dq, needs_dkdv)
+    known = (hopper_forward_kernel, hopper_backward_kernel, hopper_dq_kernel)
+    return [step.kernel for plan in (forward, backward) for step in plan.steps if step.kernel in known]
 
 
 @pytest.mark.parametrize("settings", [{}, {"head_dim": 80}, {"dtype": torch.float16}, {"head_dim": 100, "stride": 104}])
 def test_large_problems_of_wide_heads_are_taken(settings):
-    assert _kernels(**settings) == [hopper_forward_kernel, hopper_dq_kernel]
+    assert _kernels(**settings) == [hopper_forward_kernel, hopper_backward_kernel]
+    assert _kernels(**settings, needs_dkdv=False) == [hopper_forward_kernel, hopper_dq_kernel]
+    assert _kernels(**settings, needs_dq=False) == [hopper_forward_kernel]
+
+
+def test_few_programs_and_those_that_would_wait_for_their_turns_make_two_passes():
+    assert _kernels(length=65536, heads=1) == [hopper_forward_kernel, hopper_backward_kernel]
+    assert _kernels(length=8192, n_keys=2048, heads=9) == [hopper_forward_kernel, hopper_backward_kernel]
+    assert _kernels(length=8192, n_keys=2048, heads=8) == [hopper_forward_kernel, hopper_dq_kernel]
+    assert _kernels(length=4352, n_keys=65536, heads=8) == [hopper_forward_kernel, hopper_backward_kernel]
+    assert _kernels(length=4288, n_keys=65536, heads=8) == [hopper_forward_kernel, hopper_dq_kernel]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gpu": A100}, {"head_dim": 64}, {"head_dim": 256}, {"length": 1024}, {"dtype": torch.float32},
+        {"gpu": A100}, {"head_dim": 32}, {"head_dim": 256}, {"length": 1024}, {"dtype": torch.float32},
         {"dropout_p": 0.1}, {"head_dim": 100, "stride": 101},
     ],
 )  # fmt: skip
 def test_others_keep_the_portable_kernels(settings):
-    assert not {hopper_forward_kernel, hopper_dq_kernel} & set(_kernels(**settings))
-
-
-def test_a_gradient_that_is_not_needed_is_not_computed():
-    q = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
-    problem = triton_launch.make_problem(q, q, True, 0.1, 0.0, H100)
-    strides = [q.stride()] * 8
-    plan = triton_plan.plan_backward(problem, strides, True, needs_dq=False)
-    assert with_hopper_dq(plan, problem, strides, needs_dq=False) is plan
+    assert _kernels(**settings) == []
 
 
 def test_without_such_a_card_the_error_says_what_is_missing():
@@ -96,17 +105,18 @@ def test_the_choice_can_be_compiled():
 # ---- On a card -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Hopper's kernels for short problems too, whose tiles are ragged in every way."""
+@pytest.fixture(params=[hopper_backward_kernel, hopper_dq_kernel], ids=["one-pass", "two-passes"])
+def on_hopper(monkeypatch, request):
+    """Hopper's kernels for short problems too, whose tiles are ragged in every way; which one backward runs."""
     if not ON_HOPPER:
         pytest.skip("needs a GPU of compute capability 9.0")
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
     monkeypatch.setattr(triton_plan, "choose_backward", _two_passes)
+    monkeypatch.setattr(hopper_plan, "_is_one_pass_worth_it", lambda problem: request.param is hopper_backward_kernel)
     gpu = triton_launch._gpu_of(torch.device("cuda", torch.cuda.current_device()))
     monkeypatch.setattr(triton_launch, "_gpu_of", lambda device: gpu._replace(n_sm=1))
     triton_launch._plans.clear()
-    yield
+    yield request.param
     triton_launch._plans.clear()
 
 
@@ -130,7 +140,7 @@ def test_the_error_is_at_most_one_and_a_half_times_sdpas(on_hopper, dtype, head_
     inputs = draw_shape(**shape, head_dim=head_dim, dtype=dtype)
     assert_no_worse_than_sdpa("hopper", *inputs, is_causal)
     assert _ran(hopper_forward_kernel)
-    assert _ran(hopper_dq_kernel)
+    assert _ran(on_hopper)
 
 
 @pytest.mark.gpu
@@ -181,7 +191,7 @@ def test_a_thousand_repeats_are_equal_bit_for_bit(on_hopper):
 
     first = run()
     assert _ran(hopper_forward_kernel)
-    assert _ran(hopper_dq_kernel)
+    assert _ran(on_hopper)
     for _ in range(1000):
         assert all(torch.equal(x, y) for x, y in zip(first, run(), strict=True))
 

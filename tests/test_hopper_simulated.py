@@ -12,19 +12,23 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.attention import hopper_plan, triton_launch, triton_plan
 from cs336_systems.attention.flash_hopper import hopper_backward, hopper_forward
+from cs336_systems.attention.hopper_backward import _add as add_dq
+from cs336_systems.attention.hopper_backward import _consume as backward_consume
+from cs336_systems.attention.hopper_backward import _step as backward_step
+from cs336_systems.attention.hopper_backward import hopper_backward_kernel
+from cs336_systems.attention.hopper_bulk import add_shared_to_global, wait_for_writes
 from cs336_systems.attention.hopper_dq import _consume as dq_consume
 from cs336_systems.attention.hopper_dq import _step as dq_step
 from cs336_systems.attention.hopper_dq import hopper_dq_kernel
 from cs336_systems.attention.hopper_forward import _consume as forward_consume
 from cs336_systems.attention.hopper_forward import _step as forward_step
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
-from cs336_systems.attention.hopper_ring import fetch, make_ring, release, send, tile_of, wait_for
+from cs336_systems.attention.hopper_ring import fetch, fetch_with_row, make_ring, release, send, tile_of, wait_for
 from cs336_systems.attention.triton_tuning import Gpu, KernelConfig
 from tests.attention_helpers import IGNORE_INTERPRETER, oracle
 from tests.gluon_machine import Fault
@@ -44,7 +48,7 @@ RUNS = [(seed, 1 + seed % 3) for seed in range(3)]  # and how many programs run 
 def simulate(monkeypatch):
     """Has Hopper's kernels simulated, in `hopper_forward` and `hopper_backward` of short problems on a CPU."""
     monkeypatch.setattr(triton_launch, "INTERPRETER", Gpu("H100", 90, 1, 232448))
-    monkeypatch.setattr(triton_plan, "_MEMORY_BOUND", KernelConfig(128, 16, 4, 1))  # few programs for the interpreter
+    monkeypatch.setattr(triton_plan, "MEMORY_BOUND", KernelConfig(128, 16, 4, 1))  # few programs for the interpreter
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
     monkeypatch.setattr(
         triton_plan,
@@ -54,12 +58,13 @@ def simulate(monkeypatch):
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan))
 
-    def choose(depth=None, **options):
+    def choose(depth=None, one_pass=False, **options):
         triton_launch._plans.clear()
+        monkeypatch.setattr(hopper_plan, "_is_one_pass_worth_it", lambda problem: one_pass)
         if depth is not None:
             monkeypatch.setattr(hopper_plan, "_RING_DEPTH", depth)
-        for name, kernel in (("hopper_forward_kernel", hopper_forward_kernel), ("hopper_dq_kernel", hopper_dq_kernel)):
-            monkeypatch.setattr(hopper_plan, name, SimulatedKernel(kernel, **options))
+        for kernel in (hopper_forward_kernel, hopper_dq_kernel, hopper_backward_kernel):
+            monkeypatch.setattr(hopper_plan, kernel.fn.__name__, SimulatedKernel(kernel, **options))
 
     yield choose
     triton_launch._plans.clear()
@@ -73,6 +78,15 @@ def draw(batch, heads, kv_heads, n_queries, n_keys, head_dim, dtype) -> list[Ten
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
+
+
+def check_one_pass(q, k, v, do, is_causal) -> list[Tensor]:
+    """dq, dk and dv."""
+    o, *expected, lse = oracle(q, k, v, do, is_causal)
+    gradients = hopper_backward(do, q, k, v, o.to(q.dtype), lse.float(), is_causal, q.shape[-1] ** -0.5)
+    for actual, reference in zip(gradients, expected, strict=True):  # the interpreter, which rounds dq, cuts bfloat16
+        assert relative_error(actual, reference) < 0.75 * torch.finfo(q.dtype).eps
+    return list(gradients)
 
 
 def check(q, k, v, do, is_causal) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,6 +120,25 @@ def test_results_are_right_and_the_same_whoever_works_when(simulate, shape, dtyp
         assert all(torch.equal(x, y) for y in others)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 1, 1, 130, 517, 128), torch.bfloat16),
+        ((1, 4, 1, 333, 70, 128), torch.float16),
+        ((2, 2, 1, 65, 200, 80), torch.bfloat16),
+    ],
+)
+def test_one_pass_is_right_and_the_same_whoever_works_when(simulate, shape, dtype, is_causal):
+    inputs = draw(*shape, dtype)
+    runs = []
+    for seed, n_resident in RUNS:
+        simulate(one_pass=True, seed=seed, n_resident=n_resident)
+        runs.append(check_one_pass(*inputs, is_causal))
+    for x, *others in zip(*runs, strict=True):
+        assert all(torch.equal(x, y) for y in others)
+
+
 def test_probabilities_of_keys_that_are_not_there_do_not_overflow(simulate):
     """All scores are below -128 in units of log2, so that exp2(0 - lse), what a key of zeros would have, is inf."""
     q, k, v, do = draw(1, 1, 1, 150, 200, 128, torch.float16)
@@ -123,6 +156,8 @@ def test_any_depth_and_narrow_heads(simulate, monkeypatch, depth):
     monkeypatch.setattr(hopper_plan, "_is_supported", lambda *args: True)  # they run, and gain nothing
     simulate(depth=depth)
     check(*draw(1, 2, 1, 100, 450, 64, torch.float16), True)
+    simulate(depth=depth, one_pass=True)
+    check_one_pass(*draw(1, 2, 1, 300, 250, 64, torch.float16), True)
 
 
 def test_a_ring_of_one_tile_is_enough_for_dq_and_not_for_the_forward_pass(simulate):
@@ -172,12 +207,44 @@ DQ_FAULTS = FAULTS | {
     "rows are read past their end": (dq_consume, "load(rows_ptr + rows)", "load(rows_ptr + rows * 9)", "offsets up to"),
     "a program ends while its results are read": (dq_consume, *ENDS_EARLY),
 }
+WAIT_FOR_EMPTY = "    mbarrier.wait(empty.index(slot), (i // DEPTH & 1) ^ 1)\n"
+WAIT_FOR_DK, RELEASE_Q = "    dk, _ = warpgroup_mma_wait(0, deps=(dk, ds_operand))\n", "    release(q_ring, i)\n"
+FENCE, EXCHANGE = "    fence_async_shared()\n", "    mbarrier.arrive(exchanged.index(slot), count=1)\n"
+STORED = "    tma.store_wait(0)\n"
+ONE_PASS_FAULTS = {
+    "Q and dO are fetched before there is room": (fetch_with_row, WAIT_FOR_EMPTY, "", MISCOUNTED),
+    "the rows' bytes are not announced": (
+        fetch_with_row, " + rows_descriptor.block_type.nbytes", "", f"deadlock: .* 0 arrivals, -.* bytes|{UNORDERED}",
+    ),
+    "Q is released while dK reads it": (backward_step, WAIT_FOR_DK + RELEASE_Q, RELEASE_Q + WAIT_FOR_DK, UNORDERED),
+    "dS is not fenced": (backward_step, FENCE + EXCHANGE, EXCHANGE, UNFENCED),
+    "the other's dS is not waited for": (
+        backward_step, "    mbarrier.wait(exchanged.index(slot), i // 2 & 1)\n", "", UNORDERED,
+    ),
+    "dS has one place for all steps": (backward_step, "    slot = i % 2\n", "    slot = 0\n", MISCOUNTED),
+    "dQ is written while its adder reads": (
+        backward_step, "    mbarrier.wait(dq_ring[2].index(0), (i & 1) ^ 1)\n", "", MISCOUNTED,
+    ),
+    "dQ's adder does not wait for it": (add_dq, "            wait_for(dq_ring, i, True)\n", "", UNORDERED),
+    "dQ's adder gives its tile back too early": (add_dq, f"        {STORED}", "", UNORDERED),
+    "additions take no turns": (add_dq, "                pass\n", "                break\n", UNORDERED),
+    "a turn ends before memory is written": (add_dq, "            wait_for_writes()\n", "", f"{UNORDERED}|ends, and"),
+    "turns are not released": (add_dq, 'sem="release"', 'sem="relaxed"', UNORDERED),
+    "turns are not acquired": (add_dq, 'sem="acquire"', 'sem="relaxed"', UNORDERED),
+    "V is not waited for": (backward_consume, "    wait_for(v_ring, CONSUMER, True)\n", "", UNORDERED),
+    "dK takes dV's place while that is read": (
+        backward_consume, f"dv.to(dtype), v)\n{STORED}", "dv.to(dtype), v)\n", f"{UNORDERED}|{UNFENCED}",
+    ),
+    "a program ends while dK is read": (
+        backward_consume, f"(dk * scale).to(dtype), v)\n{STORED}", "(dk * scale).to(dtype), v)\n", "ends, and a TMA",
+    ),
+}  # fmt: skip
 
 
-def fails(simulate, run, kernel, fault) -> None:
+def fails(simulate, run, kernel, fault, **options) -> None:
     function, old, new, message = fault
     for seed in range(2):
-        simulate(seed=seed, edits=[(function or kernel, old, new)])
+        simulate(**options, seed=seed, edits=[(function or kernel, old, new)])
         with pytest.raises(Fault, match=message):
             run()
 
@@ -194,6 +261,14 @@ def test_a_fault_in_dq_is_reported(simulate, fault):
     lse = torch.zeros(q.shape[:-1])
     run = functools.partial(hopper_backward, do, q, k, v, q, lse, False, 0.1, needs=(True, False, False))
     fails(simulate, run, hopper_dq_kernel, fault)
+
+
+@pytest.mark.parametrize("fault", ONE_PASS_FAULTS.values(), ids=ONE_PASS_FAULTS)
+def test_a_fault_in_the_one_pass_is_reported(simulate, fault):
+    q, k, v, do = draw(1, 1, 1, 320, 256, 128, torch.float16)
+    lse = torch.zeros(q.shape[:-1])
+    run = functools.partial(hopper_backward, do, q, k, v, q, lse, False, 0.1)
+    fails(simulate, run, hopper_backward_kernel, fault, one_pass=True)
 
 
 @gluon.jit
@@ -231,11 +306,6 @@ def test_without_turns_or_their_order_the_sums_differ(old, new):
     assert not all(torch.equal(x, results[0]) for x in results)
 
 
-@builtin
-def add_shared_to_global(descriptor, coordinates, tile, _semantic=None):
-    """PTX's cp.reduce.async.bulk.tensor with .add, for which Gluon has no name: here only simulated."""
-
-
 @gluon.jit
 def _add_tiles_in_turn(sum_desc, turn_ptr):
     turn = gl.program_id(0)
@@ -245,9 +315,7 @@ def _add_tiles_in_turn(sum_desc, turn_ptr):
     while gl.atomic_add(turn_ptr, 0, sem="acquire", scope="gpu") < turn:
         pass
     add_shared_to_global(sum_desc, [0, 0], tile)
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,r", [turn], gl.int32, is_pure=False, pack=1
-    )
+    wait_for_writes()
     gl.atomic_add(turn_ptr, 1, sem="release", scope="gpu")
 
 
@@ -268,7 +336,7 @@ TURN_FAULTS = {
     "no turns": ("pass", "break", UNORDERED),
     "no acquire": ("acquire", "relaxed", UNORDERED),
     "no release": ("release", "relaxed", UNORDERED),
-    "no wait": ("cp.async.bulk.wait_group 0;", "", f"{UNORDERED}|ends, and a TMA store of .* has not been waited for"),
+    "no wait": ("    wait_for_writes()\n", "", f"{UNORDERED}|ends, and a TMA store of .* has not been waited for"),
 }
 
 
@@ -302,5 +370,8 @@ def test_drawn_shapes(simulate, seed):
     lengths = [int(torch.randint(1, 700, (), generator=generator)) for _ in range(2)]
     head_dim, dtype = draw_from(128, 72), draw_from(torch.float16, torch.bfloat16)
     inputs = draw(draw_from(1, 2), kv_heads * group, kv_heads, *lengths, head_dim, dtype)
-    simulate(seed=seed, n_resident=draw_from(1, 2, 3, 5), depth=draw_from(2, 2, 3, 4))
-    check(*inputs, draw_from(False, True))
+    n_resident, depth, is_causal = draw_from(1, 2, 3, 5), draw_from(2, 2, 3, 4), draw_from(False, True)
+    simulate(seed=seed, n_resident=n_resident, depth=depth)
+    check(*inputs, is_causal)
+    simulate(one_pass=True, seed=seed, n_resident=n_resident, depth=depth)
+    check_one_pass(*inputs, is_causal)

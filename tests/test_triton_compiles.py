@@ -19,6 +19,7 @@ from tests.compile_helpers import (
 )
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
+HOPPERS = ("forward", "dq", "backward", "scale_dq")
 PASSES = ("forward", "dkdv", "dq", "fused", "combine", "preprocess", "measure", "split")
 
 
@@ -62,10 +63,12 @@ def compile_case(case: Case) -> dict:
         tensors = (q, q, k, k, q, lse, q, k, k)
         strides = [x.stride() for x in tensors if x is not lse]
         name = "dkdv" if case.name in ("preprocess", "measure", "split") else case.name
+        is_one_pass = case.name in ("backward", "scale_dq")
+        name = "dq" if is_one_pass else name
         passes = ((name, triton_tuning.choose(name, problem, case.use_tma)),)
         plan = triton_plan.plan_backward(problem, strides, True, passes=passes)
         if case.is_hopper:
-            plan = hopper_plan.with_hopper_dq(plan, problem, strides, needs_dq=True)
+            plan = hopper_plan.with_hopper_backward(plan, problem, strides, True, needs_dkdv=is_one_pass)
 
     launches = []
     kernels = [step.kernel for step in plan.steps]
@@ -76,7 +79,8 @@ def compile_case(case: Case) -> dict:
     named = [x for x in launches if case.name in x[0].__name__]
     kernel, args, options = named[0] if named else launches[-1]
     compiled, needs = compile_launch(kernel, args, options, case.arch)
-    return needs | ({"hopper_code": _order_of_work(compiled.asm["cubin"])} if case.is_hopper else {})
+    is_gluon = case.is_hopper and case.name != "scale_dq"
+    return needs | ({"hopper_code": _order_of_work(compiled.asm["cubin"])} if is_gluon else {})
 
 
 def _order_of_work(cubin: bytes) -> str:
@@ -104,7 +108,14 @@ def _order_of_work(cubin: bytes) -> str:
 SPILL_TOLERATED_BYTES = 64
 
 
+# Hopper's one pass has its 240 registers full, and keeps addresses and part of lse in memory: of some 600 instructions
+# of a step 10 to 30 are such loads and stores.
+ONE_PASS_SPILL_BYTES = 384
+
+
 def tolerated_spill(case: Case) -> float:
+    if case.is_hopper and case.name == "backward":
+        return ONE_PASS_SPILL_BYTES
     return float("inf") if case.head_dim == 256 else SPILL_TOLERATED_BYTES
 
 
@@ -120,6 +131,7 @@ SLICE = [
     Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
     Case(90, "bfloat16", 128, "forward", use_tma=True, is_hopper=True, length=16384),
     Case(90, "bfloat16", 128, "dq", use_tma=True, group=2, is_hopper=True, length=16384),
+    Case(90, "bfloat16", 128, "backward", use_tma=True, is_hopper=True, length=16384),
     Case(90, "float32", 64, "forward", use_tma=True),
     Case(80, "float32", 64, "split"),
     Case(120, "bfloat16", 64, "combine"),
@@ -139,10 +151,10 @@ def every_case() -> list[Case]:
         cases.extend(Case(arch, dtype, head_dim, name, use_tma) for use_tma in (False, True)[: 1 + has_tma])
         if (arch, dtype, head_dim, name) == (90, "float32", 128, "dkdv"):
             cases.extend(Case(arch, dtype, head_dim, apart, use_tma=True) for apart in ("dv", "dk"))
-        if arch == 90 and head_dim == 128 and dtype != "float32" and name in ("forward", "dq"):
+        if (arch, head_dim, name) == (90, 128, "forward") and dtype != "float32":
             cases += [
-                Case(arch, dtype, head_dim, name, True, is_causal, length=16384, is_hopper=True)
-                for is_causal in (False, True)
+                Case(arch, dtype, head_dim, hoppers, True, is_causal, group=group, length=16384, is_hopper=True)
+                for hoppers, is_causal, group in itertools.product(HOPPERS, (False, True), (1, 3))
             ]
         if dtype == "float32" and arch > 75 and name in ("forward", "fused"):
             cases.append(Case(arch, dtype, head_dim, name, length=128))

@@ -8,22 +8,40 @@ queries are enough for all multiprocessors. Measured on an H200, bfloat16, causa
 | flash_forward_kernel, flash_backward_kernel (Triton) | 1.02 | 1.70 | 1.33 |
 | hopper_forward_kernel, hopper_dq_kernel (Gluon) | 0.79 | 1.71 | 1.05 |
 
-At head_dim 64 the exponentials take as long as the products, and the same kernels gained nothing (forward 1.20 in
-either, dQ 1.33 and 1.36): Triton's stay.
+Backward in one pass takes the place of two where its tiles of 128 keys are enough for all multiprocessors too. Whole
+backward pass, bfloat16, on an H200, in alternation, TFLOP/s; the last column adds dQ in any order:
+
+| heads x length, head_dim 128 | two passes | one pass | one pass without turns |
+|---|---|---|---|
+| 8 x 16,384, causal | 530 | 547 | 566 |
+| 8 x 16,384 | 476 | 540 | 570 |
+| 8 x 65,536, causal | 482 | 563 | 581 |
+| 32 x 32,768, causal | 481 | 520 | 534 |
+| 4 sequences of 8 x 4,096, causal | 405 | 462 | 477 |
+| 1 x 65,536, causal | 481 | 554 | - |
+
+At head_dim 64 the exponentials take as long as the products, and the same kernels gain nothing: forward 1.207 ms by
+Triton's and 1.209 by Hopper's (16 heads, 16,384, causal; of six other divisions of the work, with tiles of 192 and 256
+queries too, the best took 1.3), dQ 1.33 and 1.36, one pass 371 TFLOP/s where two reach 402. There Triton's stay.
 """
 
 from collections.abc import Sequence
 
+import torch
+
+from cs336_systems.attention.hopper_backward import hopper_backward_kernel, hopper_scale_dq_kernel
 from cs336_systems.attention.hopper_dq import hopper_dq_kernel
 from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS, hopper_forward_kernel
 from cs336_systems.attention.triton_plan import (
     LOG2_E,
+    MEMORY_BOUND,
     LaunchPlan,
     Step,
     Strides,
     Tile,
     contiguous_strides,
     is_tma_ready,
+    launch_plan,
     with_heads,
 )
 from cs336_systems.attention.triton_tuning import KernelConfig, Problem
@@ -33,6 +51,8 @@ _RING_DEPTH = 2
 # Three warp groups of 168 registers a thread are all of a multiprocessor's; the kernels divide them anew.
 _FORWARD = KernelConfig(_BLOCK_OWN, 128, num_warps=4, num_stages=_RING_DEPTH, use_tma=True, max_registers=168)
 _DQ = KernelConfig(_BLOCK_OWN, 64, num_warps=4, num_stages=_RING_DEPTH, use_tma=True, max_registers=168)
+_ONE_PASS = KernelConfig(_BLOCK_OWN, 64, num_warps=4, num_stages=_RING_DEPTH, use_tma=True, max_registers=168)
+_STEPS_FOR_A_TURN = 4  # of a program, for each that takes turns with it; from 7 on one pass has been seen to win
 
 
 def _is_supported(problem: Problem, config: KernelConfig, strides: Sequence[Strides]) -> bool:
@@ -76,15 +96,21 @@ def with_hopper_forward(plan: LaunchPlan, problem: Problem, strides: Sequence[St
     return plan._replace(steps=(step,), passes=(("forward", _FORWARD),))
 
 
-def with_hopper_dq(plan: LaunchPlan, problem: Problem, strides: Sequence[Strides], needs_dq: bool) -> LaunchPlan:
+def with_hopper_backward(
+    plan: LaunchPlan, problem: Problem, strides: Sequence[Strides], needs_dq: bool, needs_dkdv: bool
+) -> LaunchPlan:
     """`plan_backward`'s plan for tensors (do, q, k, v, o, lse, dq, dk, dv) with `strides` of all but lse, and Hopper's
-    kernel for dQ in it if that can run; else the plan as it is."""
+    kernels in it if they can run: one pass for all three gradients, or the one for dQ; else the plan as it is."""
     p = problem
-    do, q, k, v, _, dq, _, _ = strides
+    do, q, k, v, o, dq, dk, dv = strides
     if plan.copies_do:
         do = contiguous_strides((p.batch, p.heads, p.n_queries, p.head_dim))
     name, config = plan.passes[-1]
-    if name != "dq" or not needs_dq or not _is_supported(p, config, (do, q, k, v, dq)):
+    if name != "dq" or not needs_dq:
+        return plan
+    if needs_dkdv and _is_supported(p, config, (do, q, k, v, dk, dv)) and _is_one_pass_worth_it(p):
+        return _one_pass(plan, p, do, q, k, v, o, dq, dk, dv)
+    if not _is_supported(p, config, (do, q, k, v, dq)):
         return plan
     rows_scratch = 9
     n_rows = plan.scratch[0].shape[1]
@@ -96,3 +122,43 @@ def with_hopper_dq(plan: LaunchPlan, problem: Problem, strides: Sequence[Strides
         (p.group, p.is_causal, _RING_DEPTH),
     )  # fmt: skip
     return plan._replace(steps=(*plan.steps[:-1], step), passes=(*plan.passes[:-1], ("dq", _DQ)))
+
+
+def _is_one_pass_worth_it(problem: Problem) -> bool:
+    """Whether its programs are enough, and wait little for their turns: of those that run at once, all that work at
+    one head add to each of its tiles of queries one after the other, and so the last is that many tiles behind."""
+    p = problem
+    key_tiles, heads = -(-p.n_keys // _BLOCK_OWN), p.batch * p.heads // p.group
+    at_once = min(key_tiles, -(-p.gpu.n_sm // heads))
+    steps = -(-p.n_queries // ROWS.value) * p.group
+    return key_tiles * heads >= p.gpu.n_sm and steps >= _STEPS_FOR_A_TURN * at_once
+
+
+def _one_pass(
+    plan: LaunchPlan, p: Problem, do: Strides, q: Strides, k: Strides, v: Strides, o: Strides, dq: Strides,
+    dk: Strides, dv: Strides,
+) -> LaunchPlan:  # fmt: skip
+    rows, sums = 9, 10  # scratch
+    batch_heads, n_rows = p.batch * p.heads, plan.scratch[0].shape[1]
+    preprocess = plan.steps[0]
+    preprocess = preprocess._replace(constants=(*preprocess.constants[:-1], True))
+    rows_shape, sums_shape = (3 * batch_heads, n_rows), (p.batch, p.heads, p.n_queries, p.head_dim)
+    sums_strides, half = contiguous_strides(sums_shape), p.block_d // N_CONSUMERS.value
+    backward = Step(
+        hopper_backward_kernel, -(-p.n_keys // _BLOCK_OWN) * p.batch * (p.heads // p.group), _ONE_PASS,
+        (_tile(p, 1, q, True, ROWS.value), _tile(p, 0, do, True, ROWS.value), _tile(p, 2, k, False, ROWS.value),
+         _tile(p, 3, v, False, ROWS.value),
+         Tile(rows, list(rows_shape), [n_rows, 1], [1, ROWS.value], for_gluon=True),
+         Tile(sums, list(sums_shape), list(sums_strides), [1, 1, ROWS.value, half], for_gluon=True),
+         _tile(p, 7, dk, False, ROWS.value), _tile(p, 8, dv, False, ROWS.value), rows),
+        (p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E), False,
+        (p.group, p.is_causal, _RING_DEPTH),
+    )  # fmt: skip
+    block_rows = MEMORY_BOUND.block_own
+    scale_dq = Step(
+        hopper_scale_dq_kernel, -(-p.n_queries // block_rows) * batch_heads, MEMORY_BOUND, (sums, 6),
+        (sums_strides, with_heads(dq), p.heads, p.n_queries, p.scale), False, (p.head_dim, p.block_d, block_rows),
+    )  # fmt: skip
+    scratch = [(rows_shape, torch.float32), (sums_shape, torch.float32)]
+    steps = (preprocess, backward, scale_dq)
+    return launch_plan(scratch, steps, (("fused", _ONE_PASS),), plan.is_aligned, plan.copies_do)

@@ -46,6 +46,22 @@ def fetch(ring, i, descriptor, batch, head, row):
 
 
 @gluon.jit
+def fetch_with_row(ring, rows, i, descriptor, batch, head, row, rows_descriptor, n_before):
+    """As `fetch`, and with the tile what belongs to each of its rows, from `row` on in row `n_before` of a matrix, into
+    slot i of `rows`, (depth, 1, ROWS): both have arrived when the tile is ready."""
+    tiles, ready, empty = ring
+    DEPTH: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[1]
+    COLS: gl.constexpr = tiles.shape[2]
+    slot = i % DEPTH
+    mbarrier.wait(empty.index(slot), (i // DEPTH & 1) ^ 1)
+    mbarrier.expect(ready.index(slot), descriptor.block_type.nbytes + rows_descriptor.block_type.nbytes)
+    tile = tiles.index(slot).reshape([1, 1, ROWS, COLS])
+    tma.async_copy_global_to_shared(descriptor, [batch, head, row, 0], ready.index(slot), tile)
+    tma.async_copy_global_to_shared(rows_descriptor, [n_before, row], ready.index(slot), rows.index(slot))
+
+
+@gluon.jit
 def wait_for(ring, i, is_there):
     """A consumer's part: wait until the i-th tile has arrived, if there is such a tile."""
     DEPTH: gl.constexpr = ring[0].shape[0]

@@ -36,7 +36,7 @@ def flash_preprocess_kernel(
     o_ptr,  # (batch, heads, n_queries, head_dim)
     do_ptr,  # (batch, heads, n_queries, head_dim)
     lse_ptr,  # (batch, heads, n_queries) float32, contiguous
-    rows_ptr,  # (2, batch·heads, n_rows) float32, contiguous: lse in units of log2, then D
+    rows_ptr,  # (2, batch·heads, n_rows) float32, contiguous: lse in units of log2, then D; with HAS_TURNS 3, then 0
     scales_ptr,  # with two PARTS, `split_kernel`'s
     o_strides,
     do_strides,
@@ -48,6 +48,7 @@ def flash_preprocess_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    HAS_TURNS: tl.constexpr,  # of `hopper_backward_kernel`'s programs, which count from zero
 ):
     """One program computes D = rowsum(O ∘ dO) for BLOCK_M rows of one (batch, head).
 
@@ -74,6 +75,8 @@ def flash_preprocess_kernel(
         delta *= scale_of(scales_ptr, 0, 3, batch_head // GROUP, n_heads // GROUP)
     tl.store(rows_ptr + rows, lse)
     tl.store(rows_ptr + n_heads.to(tl.int64) * n_rows + rows, delta)
+    if HAS_TURNS:
+        tl.store(rows_ptr + 2 * n_heads.to(tl.int64) * n_rows + rows, tl.zeros_like(delta))
 
 
 @triton.jit

@@ -138,10 +138,11 @@ def _run_by_triton(step: Step, tensors: tuple[Tensor, ...], seed: int, offset: i
 def _descriptor(tensors: tuple[Tensor, ...], x: Tile) -> Any:
     if not x.for_gluon:
         return TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile)
-    from triton.experimental.gluon.language import NVMMASharedLayout, float16
+    from triton.experimental.gluon.language import NVMMASharedLayout, float16, float32
     from triton.experimental.gluon.nvidia import hopper
 
-    layout = NVMMASharedLayout.get_default_for(x.tile, float16)  # or bfloat16: only the size counts
+    dtypes = {2: float16, 4: float32}  # only the size counts
+    layout = NVMMASharedLayout.get_default_for(x.tile, dtypes[tensors[x.tensor].dtype.itemsize])
     return hopper.TensorDescriptor(tensors[x.tensor], x.shape, x.strides, x.tile, layout)
 
 
@@ -229,9 +230,9 @@ def launch_flash_backward(
             passes = tuned_passes(problem, plan.passes, lambda passes: run(replan(passes), measured, seed, offset))
             plan = replan(passes)._replace(copies_do=plan.copies_do)
         if is_hopper:
-            from cs336_systems.attention.hopper_plan import with_hopper_dq
+            from cs336_systems.attention.hopper_plan import with_hopper_backward
 
-            plan = with_hopper_dq(plan, problem, strides, needs_dq)
+            plan = with_hopper_backward(plan, problem, strides, needs_dq, needs_dkdv)
         return plan
 
     plan = _plans.get(key) or _add_plan(key, make)

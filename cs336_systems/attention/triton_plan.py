@@ -29,7 +29,7 @@ from cs336_systems.attention.triton_tuning import (
 ROW_PADDING = 128
 LOG2_E = 1.4426950408889634
 # The kernels around the main ones are bound by memory; small tiles spread short sequences over the card.
-_MEMORY_BOUND = KernelConfig(block_own=16, block_step=16, num_warps=4, num_stages=1)
+MEMORY_BOUND = KernelConfig(block_own=16, block_step=16, num_warps=4, num_stages=1)
 
 Shape = tuple[int, ...]
 Strides = tuple[int, ...]
@@ -79,13 +79,14 @@ class LaunchPlan(NamedTuple):
     copies_do: bool = False  # the plan is for a contiguous copy of do
 
 
-def _launch_plan(
+def launch_plan(
     scratch: Sequence[tuple[Shape, torch.dtype]],
     steps: Sequence[Step],
     passes: Passes,
     is_aligned: bool,
     copies_do: bool = False,
 ) -> LaunchPlan:
+    """A plan whose scratch tensors, of these shapes and dtypes, are placed one after the other."""
     placed, end = [], 0
     for shape, dtype in scratch:
         placed.append(Scratch(shape, dtype, end))
@@ -212,13 +213,13 @@ def plan_forward(
     )  # fmt: skip
     steps = (*steps, forward)
     if n_chunks > 1:
-        rows = _MEMORY_BOUND.block_own
+        rows = MEMORY_BOUND.block_own
         combine = Step(
-            flash_combine_kernel, -(-p.n_queries // rows) * p.batch * p.heads, _MEMORY_BOUND, (*outputs, 3, 4),
+            flash_combine_kernel, -(-p.n_queries // rows) * p.batch * p.heads, MEMORY_BOUND, (*outputs, 3, 4),
             (o_chunks, o, p.batch, p.heads, p.n_queries, n_chunks), False, (p.head_dim, p.block_d, rows),
         )  # fmt: skip
         steps = (*steps, combine)
-    return _launch_plan(scratch, steps, (("forward", config),), is_aligned)
+    return launch_plan(scratch, steps, (("forward", config),), is_aligned)
 
 
 def plan_backward(
@@ -258,11 +259,11 @@ def plan_backward(
     if inline_d:
         scratch, all_rows = (), 5
     else:
-        block_rows = _MEMORY_BOUND.block_own
+        block_rows = MEMORY_BOUND.block_own
         preprocess = Step(
-            flash_preprocess_kernel, n_rows // block_rows * batch_heads, _MEMORY_BOUND, (4, 0, 5, 9, scales),
+            flash_preprocess_kernel, n_rows // block_rows * batch_heads, MEMORY_BOUND, (4, 0, 5, 9, scales),
             (o, do_of_preprocess, p.heads, p.n_queries, n_rows), False,
-            (p.parts, p.group, p.head_dim, p.block_d, block_rows),
+            (p.parts, p.group, p.head_dim, p.block_d, block_rows, False),
         )  # fmt: skip
         steps.append(preprocess)
     for name, config in passes:
@@ -287,4 +288,4 @@ def plan_backward(
             (*_constants(p, config), run_dk, run_dv, run_dq, inline_d),
         )  # fmt: skip
         steps.append(step)
-    return _launch_plan(scratch, steps, passes, is_aligned, copies_do)
+    return launch_plan(scratch, steps, passes, is_aligned, copies_do)

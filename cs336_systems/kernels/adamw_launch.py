@@ -31,7 +31,8 @@ def _pointer(address_ptr, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr, WIDEST: 
     """The address as a pointer, said to be aligned no better than lets a thread access as many elements at once as of
     the widest dtype: with more, threads would own other elements of a narrow tensor than of a wide one, and exchange
     them through shared memory."""
-    aligned: tl.constexpr = ALIGNMENT * DTYPE.primitive_bitwidth // WIDEST if ALIGNMENT > 1 else 1
+    bits: tl.constexpr = DTYPE.primitive_bitwidth  # ty: ignore[missing-union-attribute]
+    aligned: tl.constexpr = ALIGNMENT * bits // WIDEST if ALIGNMENT > 1 else 1
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(DTYPE)), aligned)  # ty: ignore[invalid-argument-type]
 
 
