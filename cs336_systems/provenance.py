@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[1]
-_BUSY_LOAD_PER_CORE = 1.5
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,17 @@ class Provenance:
     cpu: str
     cpu_count: int
     git_commit: str  # with "+changes" behind it if the work tree differs from the commit
-    busy_load: float | None = None  # a measured CPU's load average as the run began, where others kept its cores busy
+    # What others took of a CPU as its measuring began, if times are longer for it (cpu_load.py): so many cores; or the
+    # load average, where the system tells no more.
+    busy_cores: float | None = None
+    busy_load: float | None = None
 
     def summary(self) -> str:
         """One line for a person, e.g. under a table."""
         if self.gpu == "none":
             busy = "" if self.busy_load is None else f", busy as it began: load {self.busy_load:.1f}"
+            if self.busy_cores is not None:
+                busy = f", of which others used {self.busy_cores:.1f} as it began"
             hardware = f"{self.cpu} ({self.cpu_count} cores{busy})"
         else:
             hardware = f"{self.gpu_count} × {self.gpu} ({self.gpu_memory_gib:.0f} GiB, driver {self.driver})"
@@ -74,14 +78,8 @@ def best_device(devices: list[str]) -> str:
     return next(name for name in ("cuda", "mps", "cpu") if name in devices)
 
 
-def load_average() -> float:
-    """Of the last minute: how many threads ran or waited for a core; 0 where the system does not say (Windows)."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
-
-def collect_provenance(command: str, device: str = "cuda", load: float | None = None) -> Provenance:
-    """Reads the machine's and the software's versions. `command` is what a person would type to repeat the run, and
-    `load` the load average as it began, unless that is now.
+def collect_provenance(command: str, device: str = "cuda") -> Provenance:
+    """Reads the machine's and the software's versions. `command` is what a person would type to repeat the run.
 
     `device` "cpu" leaves the GPU out, so that a CPU's rows are not credited to a card. Touches the CUDA driver: a
     parent that must leave the card alone calls this in a child (`run_isolated`). The commit comes from git, or from the
@@ -97,7 +95,6 @@ def collect_provenance(command: str, device: str = "cuda", load: float | None = 
         triton_version = "none"
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
-    load, n_cores = load_average() if load is None else load, os.cpu_count() or 1
     return Provenance(
         command=command,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
@@ -110,9 +107,8 @@ def collect_provenance(command: str, device: str = "cuda", load: float | None = 
         triton=triton_version,
         python=platform.python_version(),
         cpu=_cpu_name(),
-        cpu_count=n_cores,
+        cpu_count=os.cpu_count() or 1,
         git_commit=_git_commit(),
-        busy_load=round(load, 1) if not on_gpu and load > _BUSY_LOAD_PER_CORE * n_cores else None,
     )
 
 

@@ -84,6 +84,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests themselves load the machine, and what measures on a CPU tells of that."""
+    monkeypatch.setattr("cs336_systems.cpu_load._STAT", Path(os.devnull))
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 

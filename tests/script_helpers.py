@@ -15,6 +15,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from cs336_systems import cpu_load
 from cs336_systems.distributed.spawn import start_context
 from tests.distributed_helpers import ROOT  # its import starts the fork server
 
@@ -93,7 +94,8 @@ def _run(argv: list[str], environment: dict[str, str], stdout: Path, stderr: Pat
         os.close(descriptor)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), encoding, "backslashreplace", line_buffering=True)
-    os.getloadavg = lambda: (0.0, 0.0, 0.0)  # the tests themselves load the machine, and scripts tell of that
+    cpu_load._STAT = Path(os.devnull)  # the tests themselves load the machine, and scripts tell of that
+    os.getloadavg = lambda: (0.0, 0.0, 0.0)
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from cs336_systems.benchmarking import into_files
 from cs336_systems.benchmarking.into_files import check_any_measured, finish_files, resolve_device, sweep_into_files
+from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import show, tell
 from cs336_systems.records import NotWritten, ResultsFile, read_results
@@ -149,13 +151,27 @@ def test_that_nobody_reads_on_stops_nothing(monkeypatch, stream):
             os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing it writes once more
 
 
-def test_a_busy_machine_is_told_and_recorded_where_the_cpu_is_timed(monkeypatch, capsys):
-    n_cores = os.cpu_count() or 1
-    for load, recorded in ((1.4 * n_cores, None), (1.6 * n_cores, round(1.6 * n_cores, 1))):
-        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert resolve_device("cpu", "command")[1].busy_load == recorded
-        told = f"busy (load {load:.1f}, cores {n_cores})" in capsys.readouterr().err
-        assert told == (recorded is not None)
+@pytest.mark.parametrize(("device", "is_timed"), [("cpu", True), ("cpu", False), ("auto", True)])
+def test_a_cpu_is_looked_at_where_it_is_timed(monkeypatch, device, is_timed):
+    looked = []
+    monkeypatch.setattr(into_files, "run_isolated", lambda *_: Outcome("ok", (found, RUN, ["cpu", "cuda"], 3)))
+    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, *rest: (looked.append(rest), run)[1])
+    found = "cuda" if device == "auto" else device
+    for n_threads in (None, 2):
+        assert resolve_device(device, "command", is_timed=is_timed, n_threads=n_threads) == (found, RUN)
+    advice = " OMP_NUM_THREADS=1 suffers least."
+    assert looked == ([(3, advice), (2, "")] if found == "cpu" and is_timed else [])
+
+
+@pytest.mark.parametrize("script", ["saved_tensors", "profile_memory"])
+def test_what_times_nothing_does_not_look_at_the_cpus_load(monkeypatch, run_script, tmp_path, script):
+    asked = []
+    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, *_: (asked.append(run), run)[1])
+    small = ("--size", "tiny", "--ctx", 8, "--batch-size", 1, "--precision", "fp32", "--device", "cpu")
+    assert run_script(script, *small, "--out", tmp_path)[0] == 0
+    assert asked == []
+    assert run_script("benchmark", *small, "--warmup", 0, "--steps", 1, "--out", tmp_path)[0] == 0
+    assert len(asked) == 1
 
 
 def test_two_threads_that_finish_do_not_write_at_once(results):

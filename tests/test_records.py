@@ -216,20 +216,24 @@ def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkey
     assert collect_provenance("x", "cpu").git_commit == "f00d"
 
 
-def test_a_busy_cpu_is_recorded_and_said_under_its_tables(tmp_path, monkeypatch):
-    """Of a CPU that is measured; and what was measured before that was recorded is read as it was."""
+@pytest.mark.parametrize(
+    ("busy", "said"),
+    [
+        ({}, "(4 cores); "),
+        ({"busy_cores": 1.5}, "(4 cores, of which others used 1.5 as it began); "),
+        ({"busy_load": 6.1}, "(4 cores, busy as it began: load 6.1); "),
+    ],
+)
+def test_a_busy_cpu_is_said_under_its_tables(tmp_path, monkeypatch, busy, said):
+    """And what was measured before that was recorded is read as it was."""
     monkeypatch.setattr("os.cpu_count", lambda: 4)
-    monkeypatch.setattr("os.getloadavg", lambda: (6.1, 0.0, 0.0))
-    run = collect_provenance("x", "cpu")
+    run = replace(collect_provenance("x", "cpu"), **busy)
     results = ResultsFile(tmp_path, "rows", _Row, run)
     results.append(_Row("a", 1, 1.0))
-    assert "(4 cores, busy as it began: load 6.1); " in results.write_tables()
+    assert said in results.write_tables()
     assert read_results(results.path, _Row)[0] == [run]
-    monkeypatch.setattr("os.getloadavg", lambda: (6.0, 0.0, 0.0))
-    assert collect_provenance("x", "cpu").busy_load is None
-    assert "(4 cores); " in collect_provenance("x", "cpu").summary()
-    assert collect_provenance("x", "cpu", load=7.0).busy_load == 7.0  # as a parent found it
     document = json.loads(results.path.read_text())
-    del document["runs"][0]["busy_load"]
+    for name in ("busy_cores", "busy_load"):
+        del document["runs"][0][name]
     results.path.write_text(json.dumps(document))
-    assert read_results(results.path, _Row)[0] == [replace(run, busy_load=None)]
+    assert read_results(results.path, _Row)[0] == [replace(run, busy_cores=None, busy_load=None)]

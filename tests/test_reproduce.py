@@ -218,7 +218,7 @@ def test_a_dry_run_answers_at_once():
 @pytest.mark.parametrize(("gpus", "machine"), [(0, "cpu"), (1, "gpu"), (8, "gpus")])
 def test_a_machine_is_known_by_its_gpus(monkeypatch, capsys, gpus, machine):
     found = ("cuda", SimpleNamespace(gpu_count=gpus))
-    monkeypatch.setattr(into_files, "resolve_device", lambda device, command: found)
+    monkeypatch.setattr(into_files, "resolve_device", lambda device, command, is_timed: found)
     monkeypatch.setattr(reproduce, "has_nvidia_driver", lambda: True)
     assert reproduce.machine_here() == machine
     assert "Counting" in capsys.readouterr().err  # torch is imported for it, which takes seconds

@@ -36,7 +36,7 @@ def run_detailed_sweep(
     `details` are the second file's name, its row type, and the key under which a measurement has its rows
     (`DetailRows`). `write_files(rows, details)` writes the tables of both, and returns what a person reads. Where no
     `whole_model` is run, memory is not checked beforehand. A cell that runs out of memory has details too, so that no
-    cell need be measured for status 0.
+    cell need be measured for status 0. Nothing is timed.
     """
     detail_rows: list[DetailRows] = []
 
@@ -57,4 +57,5 @@ def run_detailed_sweep(
         resume=resume,
         check_cells=check_models if whole_model else check_runs_here,
         must_measure=False,
+        is_timed=False,
     )

@@ -14,7 +14,8 @@ from cs336_systems.benchmarking.before_work import check_models
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
-from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here, load_average
+from cs336_systems.cpu_load import with_cpu_load
+from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
 from cs336_systems.signals import answer
 
@@ -34,18 +35,20 @@ def measure_into_files(
     resume: bool,
     check_cells: Callable[[list[Any]], None] = check_models,
     must_measure: bool = True,
+    is_timed: bool = True,
 ) -> list[Any]:
     """From arguments to files under `out`: check, measure, print the tables; returns the rows.
 
     `make_cells(device)` raises ValueError for what cannot be, as does `check_cells(cells)` for what cannot be on this
     machine; `sweep` measures, and `write_files` writes all but the JSON file and returns what a person reads. Bad input
     ends the program with status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk. With
-    `must_measure` it ends with status 1 if no cell at all was measured.
+    `must_measure` it ends with status 1 if no cell at all was measured. Without `is_timed` no time is among the
+    results, and nothing is said of a busy CPU.
     """
     with refusing_bad_input():
         make_cells("cuda" if device == "auto" else device)
         check_writable(out)
-        device, provenance = resolve_device(device, command)
+        device, provenance = resolve_device(device, command, is_timed=is_timed)
         cells = make_cells(device)
         check_cells(cells)
         results = ResultsFile(out, name, row_type, provenance, resume=resume)
@@ -142,28 +145,33 @@ def _explaining(error_type: type[OSError], results: ResultsFile, told: list[str]
         raise SystemExit(1) from None
 
 
-def resolve_device(device: str, command: str) -> tuple[str, Provenance]:
+def resolve_device(
+    device: str, command: str, *, is_timed: bool = True, n_threads: int | None = None
+) -> tuple[str, Provenance]:
     """What `device` stands for on this machine ("auto": a GPU if there is one), and the run's provenance.
 
-    Asked in a process of its own, so that this one never opens the card. Raises ValueError where there is no such card.
+    Asked in a process of its own, so that this one never opens the card. Where a CPU is to be timed (`is_timed`), by
+    `n_threads` threads at once (None: as many as torch takes by itself), what others take of it is told and recorded.
+
+    Raises ValueError where there is no such device.
     """
     if sys.stderr.isatty():
         tell("Importing PyTorch and looking for a GPU …")  # seconds, once
-    outcome = run_isolated(_probe, device, command, load_average())
+    outcome = run_isolated(_probe, device, command)
     check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
-    resolved, provenance, available = outcome.value
+    resolved, provenance, available, torch_threads = outcome.value
     check(resolved in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
-    if resolved == "cpu" and provenance.busy_load is not None:
-        # Threads that wait for one another on cores that others use multiply a CPU's times, the same in every step.
-        tell(
-            f"This machine is busy (load {provenance.busy_load:.1f}, cores {provenance.cpu_count}): times on its CPU "
-            "will be far too long, though their spread may be small. OMP_NUM_THREADS=1 suffers least."
-        )
+    if resolved == "cpu" and is_timed:  # only now: the fork server has imported torch, and nothing of ours is at work
+        advice = " OMP_NUM_THREADS=1 suffers least." if n_threads is None and torch_threads > 1 else ""
+        provenance = with_cpu_load(provenance, torch_threads if n_threads is None else n_threads, advice)
     return resolved, provenance
 
 
-def _probe(device: str, command: str, load: float) -> tuple[str, Provenance, list[str]]:
+def _probe(device: str, command: str) -> tuple[str, Provenance, list[str], int]:
+    import torch
+
     available = devices_here()
     if device == "auto":
         device = best_device(available)
-    return device, collect_provenance(command, device if device in available else "cpu", load), available
+    provenance = collect_provenance(command, device if device in available else "cpu")
+    return device, provenance, available, torch.get_num_threads()

@@ -28,7 +28,7 @@ from cs336_systems.distributed.process_group import (
     run_ranks,
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
-from cs336_systems.provenance import collect_provenance
+from cs336_systems.provenance import Provenance, collect_provenance
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
 
 _MODEL: dict[str, tuple[Any, Any]] = {"size": ("xl", "tiny"), "ctx": (512, 64)}
@@ -179,9 +179,16 @@ def batch_sizes(world_sizes: Sequence[int], batch_size: int, total_batch_size: i
 
 
 def open_results(
-    out: Path, name: str, row_type: type, command: str, device: str, resume: bool = False
+    out: Path,
+    name: str,
+    row_type: type,
+    command: str,
+    device: str,
+    resume: bool = False,
+    provenance: Provenance | None = None,
 ) -> ResultsFile | None:
-    """The file for the rows; None on the ranks other than 0 of a launched job.
+    """The file for the rows; None on the ranks other than 0 of a launched job. `provenance` is the run's, where another
+    of its files has it already.
 
     Raises:
         ValueError: `out` cannot be written to, or has rows to go on from that do not fit.
@@ -189,9 +196,14 @@ def open_results(
     if launched_rank() not in (None, 0):
         return None
     check_writable(out)
-    # A process that starts ranks must leave the cards to them: it asks another one.
-    provenance = resolve_device(device, command)[1] if launched_rank() is None else collect_provenance(command, device)
-    return ResultsFile(out, name, row_type, provenance, resume=resume)
+    return ResultsFile(out, name, row_type, provenance or _run_here(command, device), resume=resume)
+
+
+def _run_here(command: str, device: str) -> Provenance:
+    if launched_rank() is not None:
+        return collect_provenance(command, device)  # nor is the CPU's load looked at: the other ranks are at work
+    # A process that starts ranks must leave the cards to them: it asks another one. Ranks on a CPU share all its cores.
+    return resolve_device(device, command, n_threads=os.cpu_count())[1]
 
 
 def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:

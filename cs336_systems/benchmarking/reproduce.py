@@ -55,7 +55,7 @@ def machine_here() -> str:
     tell("Counting this machine's GPUs …")
     from cs336_systems.benchmarking.into_files import resolve_device
 
-    count = resolve_device("auto", "")[1].gpu_count
+    count = resolve_device("auto", "", is_timed=False)[1].gpu_count
     return "cpu" if count == 0 else "gpu" if count == 1 else "gpus"
 
 

@@ -31,6 +31,7 @@ from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, GroupOptions
+from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile
 
 
@@ -78,10 +79,10 @@ def run_all_reduce_benchmark(
 
 
 def open_all_reduce(
-    out: Path, command: str, device: str, resume: bool
+    out: Path, command: str, device: str, resume: bool, provenance: Provenance | None = None
 ) -> tuple[ResultsFile[AllReduceRow] | None, ResultsFile[AllReduceFit] | None]:
-    """The files for the rows and for the lines through them; None on the ranks other than 0 of a launched job."""
-    rows = open_results(out, "all_reduce", AllReduceRow, command, device, resume)
+    """The files for the rows and for the lines through them (`open_results`)."""
+    rows = open_results(out, "all_reduce", AllReduceRow, command, device, resume, provenance)
     fits = ResultsFile(out, "all_reduce_fit", AllReduceFit, rows.runs[-1], resume=resume) if rows is not None else None
     return rows, fits
 

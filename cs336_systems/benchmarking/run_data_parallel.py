@@ -98,7 +98,8 @@ def run_data_parallel_benchmark(
         check_memory(cells)
         results = open_results(out, "ddp", DataParallelRow, command, device, resume)
         check_same_workload(results, cells, (*VARIED, "bucket_size_mb", "comm_dtype"))
-        all_reduces, fits = open_all_reduce(out, command, device, resume)
+        run = results.runs[-1] if results is not None else None
+        all_reduces, fits = open_all_reduce(out, command, device, resume, run)
         timelines = ByLabel(out / "ddp_timelines.json", resume)
     sizes_mb = ALL_REDUCE_SIZES_MB[device]
     if results is not None:

@@ -64,7 +64,7 @@ def run_mixed_precision(
             check(values != (), flag, "", "needs at least one value")
         _cells("cuda" if device == "auto" else device, parameters)
         check_writable(out)
-        device, provenance = resolve_device(device, command)
+        device, provenance = resolve_device(device, command, is_timed="benchmark" in part)
         cells = _cells(device, parameters)
         if "benchmark" in part:
             check_models(cells)

@@ -44,6 +44,7 @@ def run_kernels(
         check_writable(out)
         import torch
 
+        from cs336_systems.cpu_load import with_cpu_load
         from cs336_systems.profiling.torch_trace import profile_workload, read_torch_trace
         from cs336_systems.provenance import collect_provenance
         from cs336_systems.workload import Workload
@@ -58,7 +59,10 @@ def run_kernels(
             raise ValueError(missing)
         check_memory([cell])
         row = benchmark_row(benchmark, cell)
-        results = ResultsFile(out, "steps", StepRow, collect_provenance(command, device))
+        provenance = collect_provenance(command, device)
+        if device == "cpu":
+            provenance = with_cpu_load(provenance, torch.get_num_threads())
+        results = ResultsFile(out, "steps", StepRow, provenance)
     name = cell_name(cell)
     try:
         recorded = profile_workload(Workload(cell))
