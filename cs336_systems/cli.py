@@ -79,12 +79,17 @@ def refusing_bad_input() -> Generator[None]:
 
 def fail(message: str) -> NoReturn:
     """Prints the message as a flag's error and exits with status 2."""
+    print(f"error: {as_flag(message)}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def as_flag(message: str) -> str:
+    """A message that names an argument, e.g. `ctx=0: must be at least 1`, as one of a flag, `--ctx 0: must be …`."""
     flag = re.match(r"(\w+)=('[^']*'|\(\)|\S+): ", message)
     if flag:
         value = "" if flag[2] == "None" else flag[2].strip("'()")
-        message = f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+        return f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
+    return message
 
 
 def show(text: str) -> None:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields
-from itertools import product
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -48,12 +47,34 @@ def _choices(config_type: type) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(config_type).items() if get_origin(hint) is Literal}
 
 
-def check_device(device: str, precision: str) -> None:
-    """Raises ValueError unless `device` is a device's name, of a kind on which `precision` can run."""
+class Incompatible(ValueError):
+    """Values each of which can be, but not all together, or not on that device."""
+
+
+def check_together(cell: object, condition: bool, name: str, value: object, why: str) -> None:
+    """Raises Incompatible, naming the argument, its value and why it cannot go with the cell's others, unless
+    `condition` holds, or `cell` is a row that says just that."""
+    if not condition and getattr(cell, "status", "") != "unsupported":
+        raise Incompatible(f"{name}={value!r}: {why}")
+
+
+class OnDevice(Protocol):
+    """A cell that runs on one kind of device, in one precision."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+
+
+def check_device(cell: OnDevice) -> None:
+    """Raises ValueError unless the cell's `device` is a device's name, of a kind on which its `precision` can run."""
+    device, precision = cell.device, cell.precision
     check(
         re.fullmatch(r"cpu|mps|cuda(:\d+)?", device) is not None, "device", device, "must be cpu, mps, cuda or cuda:N"
     )
-    check(
+    check_together(
+        cell,
         precision != "tf32" or device.startswith("cuda"),
         "precision",
         precision,
@@ -125,8 +146,8 @@ class BenchmarkCell:
     `cold_caches` gives the cell empty compile caches of its own.
 
     Raises:
-        ValueError: a value out of its range, or a combination that cannot run (naming the parameter and what is
-            allowed).
+        ValueError: a value out of its range, or a combination that cannot run (`Incompatible`), naming the parameter
+            and what is allowed.
     """
 
     size: str
@@ -160,22 +181,31 @@ class BenchmarkCell:
         check(self.steps >= 1, "steps", self.steps, "must be at least 1")
         check(1 <= self.batch_size <= LARGEST, "batch_size", self.batch_size, f"must be between 1 and {LARGEST}")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
-        check_device(self.device, self.precision)
-        check(
+        check(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
+        self.model_config()  # refuses hyperparameters that do not fit each other
+        check_device(self)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        check_together(
+            self,
             self.precision != "fp16" or self.device != "mps",
             "precision",
             self.precision,
             "needs a gradient scaler, which device='mps' lacks; there fp32 and bf16 run",
         )
-        check(
-            0 <= self.checkpoint_every <= self.num_layers,
+        check_together(
+            self,
+            self.checkpoint_every <= self.num_layers,
             "checkpoint_every",
             self.checkpoint_every,
             f"must be between 1 and {self.num_layers}, the model's blocks, or 0 for no checkpoints",
         )
         if self.cuda_graphs == "on":
-            check(self.device.startswith("cuda"), "cuda_graphs", "on", f"needs a GPU, and device={self.device!r}")
-            check(
+            on_gpu = self.device.startswith("cuda")
+            check_together(self, on_gpu, "cuda_graphs", "on", f"needs a GPU, and device={self.device!r}")
+            check_together(
+                self,
                 self.checkpoint_every == 0,
                 "cuda_graphs",
                 "on",
@@ -185,11 +215,10 @@ class BenchmarkCell:
         if self.master_weights == "on":
             for name, needed in (("precision", "bf16"), ("mode", "train-step"), ("optimizer", "adamw")):
                 value = getattr(self, name)
-                check(value == needed, "master_weights", "on", f"needs {name}={needed!r}, and {name}={value!r}")
-            check(
-                self.kernels != "plain", "master_weights", "on", "needs kernels='loss' or 'fused', and kernels='plain'"
-            )
-        self.model_config()  # refuses hyperparameters that do not fit each other
+                needs = f"needs {name}={needed!r}, and {name}={value!r}"
+                check_together(self, value == needed, "master_weights", "on", needs)
+            needs = "needs kernels='loss' or 'fused', and kernels='plain'"
+            check_together(self, self.kernels != "plain", "master_weights", "on", needs)
 
     def model_config(self) -> ModelConfig:
         """The model that this cell builds; its context is the cell's."""
@@ -220,33 +249,6 @@ def named_cell(size: str, ctx: int, **parameters) -> BenchmarkCell:
     For example `named_cell("small", 256, mode="forward")`. Raises ValueError for a size that has no name here.
     """
     return BenchmarkCell(**(named_shape(size) | parameters), ctx=ctx)
-
-
-def combinations(**parameters: Any) -> list[dict[str, Any]]:
-    """The product of all parameters, the last one varying fastest: each is one value or a tuple of values.
-
-    For example `combinations(a=1, b=(2, 3))` is `[{"a": 1, "b": 2}, {"a": 1, "b": 3}]`.
-    """
-    varied = [value if isinstance(value, tuple) else (value,) for value in parameters.values()]
-    return [dict(zip(parameters, values, strict=True)) for values in product(*varied)]
-
-
-def sweep_cells(shapes: Iterable[dict[str, Any]], **parameters: Any) -> list[BenchmarkCell]:
-    """A cell for each shape (`named_shape`'s, or one of one's own) and each of the parameters' `combinations`, which
-    take the place of the shape's values. A cell that is there twice is one.
-
-    Raises ValueError for the first cell that cannot be.
-    """
-    cells = (BenchmarkCell(**{**shape, **values}) for shape in shapes for values in combinations(**parameters))
-    return list(dict.fromkeys(cells))
-
-
-def named_cells(sizes: Iterable[str], **parameters: Any) -> list[BenchmarkCell]:
-    """`sweep_cells` of named sizes: `named_cells(("small", "large"), ctx=(128, 256), mode="forward")` are four cells.
-
-    Raises ValueError for a size that has no name here, and for the first cell that cannot be.
-    """
-    return sweep_cells(map(named_shape, sizes), **parameters)
 
 
 CELL_PARAMETERS: tuple[str, ...] = tuple(field.name for field in fields(BenchmarkCell))

@@ -46,18 +46,17 @@ class HasMemoryOptions(Protocol):
         ...
 
 
-def missing_here(cells: Sequence[BenchmarkCell]) -> str:
-    """For the first cell whose attention or kernels cannot run on its device: the parameter, its value, why not, and
-    what can run; "" where all can. Imports torch, and asks a card what it is."""
+def missing_here(cell: BenchmarkCell) -> str:
+    """For a cell whose attention or kernels cannot run on its device: the parameter, its value, why not, and what can
+    run; "" for others. Imports torch, and asks a card what it is."""
     from cs336_systems.attention.model_attention import why_not
     from cs336_systems.workload import why_kernels_not
 
-    for cell in cells:
-        if missing := why_not(cell.attention, cell.device):
-            possible = [name for name in ATTENTION_NAMES if why_not(name, cell.device) is None]
-            return f"attention={cell.attention!r}: {missing}. On {cell.device} these run: {', '.join(possible)}"
-        if missing := why_kernels_not(cell.kernels, cell.device):
-            return f"kernels={cell.kernels!r}: {missing}. On {cell.device} this runs: plain"
+    if missing := why_not(cell.attention, cell.device):
+        possible = [name for name in ATTENTION_NAMES if why_not(name, cell.device) is None]
+        return f"attention={cell.attention!r}: {missing}. On {cell.device} these run: {', '.join(possible)}"
+    if missing := why_kernels_not(cell.kernels, cell.device):
+        return f"kernels={cell.kernels!r}: {missing}. On {cell.device} this runs: plain"
     return ""
 
 

@@ -142,7 +142,7 @@ def test_a_reader_that_has_gone_costs_no_file(tmp_path):
         (["--device", "my gpu"], r"--device my gpu: must be cpu"),
         (["--device", "gpu"], r"--device gpu: must be cpu, mps, cuda or cuda:N"),
         (["--device", "cuda:99"], r"--device cuda:99: is not on this machine; it has cpu"),
-        (["--attention", "naive", "flash-hopper"],
+        (["--attention", "flash-hopper"],
          r"--attention flash-hopper: its kernels are for .* On cpu these run: naive, sdpa, flash-pytorch"),
         (["--size", "10b", "--batch-size", "100000"],
          r"--size 10b: a train-step of batch 100000 and context 16 takes \d+.\d GiB by formula, and this machine has "),
@@ -156,6 +156,25 @@ def test_bad_input_is_refused_by_name_before_anything_is_built(tmp_path, argumen
     assert status == 2
     assert re.search(message, " ".join((errors + output).replace("│", " ").split()))
     assert not (tmp_path / "out" / "benchmark.json").exists()
+
+
+def test_what_cannot_run_here_is_a_row_beside_what_can(tmp_path, run_script):
+    """A value that the device lacks, values that do not go together, and an attention that it cannot run."""
+    varied = ["--precision", "fp32", "tf32", "--checkpoint-every", 0, 3, "--attention", "naive", "flash-hopper"]
+    status, shown, errors = run_script("benchmark", *QUICK, "--mode", "forward", *varied, "--out", tmp_path)
+    assert status == 0, errors
+    rows = read_results(tmp_path / "benchmark.json", BenchmarkRow)[1]
+    assert len(rows) == 8
+    assert {row.reason.partition("=")[0] for row in rows if row.status == "unsupported"} == {
+        "precision", "checkpoint_every", "attention",
+    }  # fmt: skip
+    measured = [(row.precision, row.checkpoint_every, row.attention) for row in rows if row.status == "ok"]
+    assert measured == [("fp32", 0, "naive")]
+    told = "7 of 8 combinations cannot be measured, and become rows that say why: "
+    assert errors.count(told) == 1
+    assert "--checkpoint-every 3: must be between 1 and 2" in errors
+    assert "its kernels are for GPUs of compute capability 9.0" in shown
+    assert (tmp_path / "benchmark.png").exists()
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from cs336_systems.accounting.flops import train_step_flops
 from cs336_systems.benchmarking import run_leaderboard_step as run_module
 from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardRow, cell_label
-from cs336_systems.benchmarking.sweep import make_row
+from cs336_systems.benchmarking.sweep import make_row, unmeasured
 from cs336_systems.configs import MODEL_SIZES, ModelConfig
 from cs336_systems.records import read_results
 
@@ -179,12 +179,25 @@ def test_bad_input_is_refused(changed, message, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fused_kernels_need_triton(monkeypatch, tmp_path, capsys):
+def test_fused_kernels_need_triton(swept, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run_module, "why_kernels_not", lambda name, device: "no Triton here")
     with pytest.raises(SystemExit):
+        run_for_8b(tmp_path, implementation=("fused",))
+    for_a_look = f"For a look: {run_module.ON_A_CPU}"
+    assert capsys.readouterr().err == f"error: --implementation fused: no Triton here. {for_a_look}\n"
+    left = []
+    monkeypatch.setattr(
+        run_module, "run_rank_sweep", lambda cells, _, file, *__, **___: left.extend(unmeasured(cells, file))
+    )
+    with pytest.raises(SystemExit, match="1"):  # as nothing is measured here
         run_for_8b(tmp_path)
-    for_a_look = f"For a look: {run_module.ON_A_CPU}\n"
-    assert capsys.readouterr().err == f"error: --implementation fused: no Triton here. {for_a_look}"
+    assert [cell.implementation for cell in left] == ["torch"]
+    _, rows, _ = read_results(tmp_path / "leaderboard_step.json", LeaderboardRow)
+    reason = f"implementation='fused': no Triton here. {for_a_look}"
+    assert [(row.implementation, row.status, row.reason) for row in rows] == [("fused", "unsupported", reason)]
+    shown = capsys.readouterr().out
+    assert "The plan of torch" in shown
+    assert "The plan of fused" not in shown
 
 
 def test_what_does_not_fit_names_the_options_that_help(monkeypatch, tmp_path, capsys):

@@ -25,9 +25,10 @@ from cs336_systems.benchmarking.attention_cells import (
 )
 from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
-from cs336_systems.configs import check, combinations
+from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
 from cs336_systems.records import ResultsFile, Statistics
+from cs336_systems.sweep_cells import cells_of, combinations
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,7 @@ def run_attention_benchmark(
     The cells of one implementation and `compile` share a process.
     """
 
-    def make_cells(device: str) -> list[AttentionBenchmarkCell]:
+    def make_cells(device: str) -> list[Any]:
         common = fill_in({**settings, "compile": compile, "length": length}, _DEFAULTS, device)
         varied = {
             "implementation": implementation,
@@ -178,7 +179,7 @@ def run_attention_benchmark(
         }
         check_not_empty(**varied)
         common |= {"device": device, "is_causal": causal}
-        return [AttentionBenchmarkCell(**common, **values) for values in combinations(**varied)]
+        return cells_of(AttentionBenchmarkCell, combinations(**common, **varied))
 
     def sweep(cells: list[AttentionBenchmarkCell], results: ResultsFile) -> None:
         run_grouped_sweep(

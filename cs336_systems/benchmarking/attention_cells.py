@@ -59,7 +59,7 @@ class AttentionCell:
         check(1 <= self.head_dim <= MAX_HEAD_DIM, "head_dim", self.head_dim, f"must be from 1 to {MAX_HEAD_DIM}")
         check(self.length >= 1, "length", self.length, "must be at least 1")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
-        check_device(self.device, self.precision)
+        check_device(self)
 
 
 def check_not_empty(**flags: object) -> None:

@@ -8,19 +8,28 @@ from typing import Any
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.feasibility import check_memory, memory_shortage, missing_here
+from cs336_systems.sweep_cells import Impossible, check_any_possible
+
+
+def without_missing(cells: Sequence[Any]) -> list[Any]:
+    """The cells, of which those that call an attention or kernels that their device lacks are now `Impossible`.
+
+    Raises ValueError, naming the parameter, where no cell is left that can run.
+    """
+    models = [cell for cell in cells if isinstance(cell, BenchmarkCell)]
+    missing: dict[Any, str] = (run_isolated(_missing, models).value or {}) if models else {}
+    left = [Impossible.of(cell, missing[cell]) if cell in missing else cell for cell in cells]
+    check_any_possible(left)
+    return left
+
+
+def _missing(cells: Sequence[BenchmarkCell]) -> dict[BenchmarkCell, str]:
+    return {cell: reason for cell in cells if (reason := missing_here(cell))}
 
 
 def check_models(cells: Sequence[Any]) -> None:
-    """Raises ValueError, naming the parameter, where a cell calls what this machine lacks, or none fits its memory."""
-    check_runs_here(cells)
+    """Raises ValueError, naming the parameter, where no model of the cells fits into the machine's memory."""
     check_memory([cell for cell in cells if isinstance(cell, BenchmarkCell)])
-
-
-def check_runs_here(cells: Sequence[Any]) -> None:
-    """Raises ValueError, naming the parameter, for an attention or kernels that cannot run on a cell's device."""
-    models = [cell for cell in cells if isinstance(cell, BenchmarkCell)]
-    if models and (missing := run_isolated(missing_here, models).value):
-        raise ValueError(missing)
 
 
 def does_not_fit(cell: Any) -> Outcome | None:

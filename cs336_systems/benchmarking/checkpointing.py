@@ -13,10 +13,11 @@ from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, cell_label, measure_cell
 from cs336_systems.benchmarking.sweep import run_sweep
-from cs336_systems.configs import BenchmarkCell, named_cells
+from cs336_systems.configs import BenchmarkCell
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.figures import COLOURS, new_figure, save_figure
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import named_cells
 
 GIB = 2**30
 
@@ -26,7 +27,8 @@ class CheckpointRow(BenchmarkRow):
     """A benchmark row, and by formula: what is kept between forward and backward, the step's peak, and the FLOPs of the
     matrix products over those without checkpoints (how much longer the step takes if they are all that counts).
     `step_over_none` is the measured median over that of the same cell without checkpoints, None if that did not fit or
-    came later. The formulas are for a train step in eager mode; a cell has them whether it fits or not."""
+    came later. The formulas are for a train step in eager mode; a cell that can be has them whether it fits or
+    not."""
 
     kept_predicted_gib: float | None = None
     peak_predicted_gib: float | None = None
@@ -84,7 +86,7 @@ def best_note(rows: Sequence[CheckpointRow]) -> str:
     """In words: for each precision and attention the segment with the least memory, measured and by formula."""
     lines = []
     for group in dict.fromkeys(map(_group, rows)):
-        chosen = [row for row in rows if _group(row) == group and row.checkpoint_every]
+        chosen = [row for row in rows if _group(row) == group and row.checkpoint_every and row.status != "unsupported"]
         measured = [row for row in chosen if row.peak_memory_gib is not None]
         if not measured:
             continue

@@ -16,6 +16,7 @@ from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_
 from cs336_systems.benchmarking.rank_timing import slowest, time_whole_steps
 from cs336_systems.configs import check
 from cs336_systems.intervals import StepIntervals, covered_share, total_length
+from cs336_systems.sweep_cells import cells_of
 
 Implementation = Literal[
     "none", "naive", "flat", "overlapped", "bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp"
@@ -204,7 +205,7 @@ def data_parallel_cells(
     implementation: Sequence[str],
     bucket_size_mb: Sequence[float],
     nccl: Sequence[Mapping[str, Any]] = (NCCL_DEFAULTS,),
-) -> list[DataParallelCell]:
+) -> list[Any]:
     """The cells of a run, those without communication first.
 
     Args:
@@ -214,9 +215,9 @@ def data_parallel_cells(
         nccl: values of `max_ctas` and `high_priority`; multiplies only what communicates.
 
     Raises:
-        ValueError: for the first cell that cannot be.
+        ValueError: as `cells_of`.
     """
-    cells = []
+    several = []
     for kind, (world_size, batch_size) in product(precision, batch_sizes.items()):
         for name in dict.fromkeys(("none", *implementation)):
             sizes = bucket_size_mb if name in BUCKETED else (None,)
@@ -224,8 +225,8 @@ def data_parallel_cells(
                 varied = {"precision": kind, "world_size": world_size, "batch_size": batch_size, **setting}
                 varied |= {"implementation": name, "bucket_size_mb": size}
                 varied |= {"comm_dtype": base.comm_dtype if name.startswith("bucketed") else None}
-                cells.append(replace(base, **varied))
-    return cells
+                several.append({**asdict(base), **varied})
+    return cells_of(DataParallelCell, several)
 
 
 def variant_label(cell: DataParallelCell) -> str:

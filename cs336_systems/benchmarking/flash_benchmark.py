@@ -22,9 +22,10 @@ from cs336_systems.benchmarking.attention_cells import (
 )
 from cs336_systems.benchmarking.grouped_sweep import Skipped, run_grouped_sweep
 from cs336_systems.benchmarking.into_files import measure_into_files
-from cs336_systems.configs import check, combinations
+from cs336_systems.configs import check, check_together
 from cs336_systems.defaults import fill_in
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import cells_of, combinations
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,8 @@ class FlashCell(AttentionCell):
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         check(self.warmup_ms >= 0, "warmup_ms", self.warmup_ms, "must be 0 or more")
         replays = self.timed == "calls" or self.device.startswith("cuda")
-        check(replays, "timed", self.timed, f"needs a GPU, where CUDA graphs are, and the device is {self.device}")
+        needs = f"needs a GPU, where CUDA graphs are, and the device is {self.device}"
+        check_together(self, replays, "timed", self.timed, needs)
 
 
 @dataclass(frozen=True)
@@ -167,13 +169,13 @@ def _relative_error(cell: FlashCell, attention: Callable[..., Tensor]) -> float 
     return max(error.item() for error in errors)
 
 
-def flash_cells(**parameters: Any) -> list[FlashCell]:
-    """A cell for each of the parameters' `combinations`.
+def flash_cells(**parameters: Any) -> list[Any]:
+    """A cell, or what stands for it, for each of the parameters' `combinations`.
 
-    Raises ValueError for the first cell that cannot be, and for a parameter of no values.
+    Raises ValueError as `cells_of`, and for a parameter of no values.
     """
     check_not_empty(**parameters)
-    return [FlashCell(**values) for values in combinations(**parameters)]
+    return cells_of(FlashCell, combinations(**parameters))
 
 
 _DEFAULTS: dict[str, tuple[Any, Any]] = {
@@ -203,7 +205,7 @@ def run_flash_benchmark(
     All of an implementation's cells share a process, which starts CUDA, and compiles and tunes kernels, once for all.
     """
 
-    def make_cells(device: str) -> list[FlashCell]:
+    def make_cells(device: str) -> list[Any]:
         varied = {
             "implementation": implementation,
             "precision": precision,

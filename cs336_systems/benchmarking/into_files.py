@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.before_work import check_models
+from cs336_systems.benchmarking.before_work import check_models, without_missing
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
@@ -18,6 +18,7 @@ from cs336_systems.cpu_load import with_cpu_load
 from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
 from cs336_systems.signals import answer
+from cs336_systems.sweep_cells import possible
 
 _MOST_LISTED = 5
 
@@ -39,18 +40,19 @@ def measure_into_files(
 ) -> list[Any]:
     """From arguments to files under `out`: check, measure, print the tables; returns the rows.
 
-    `make_cells(device)` raises ValueError for what cannot be, as does `check_cells(cells)` for what cannot be on this
-    machine; `sweep` measures, and `write_files` writes all but the JSON file and returns what a person reads. Bad input
-    ends the program with status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk. With
-    `must_measure` it ends with status 1 if no cell at all was measured. Without `is_timed` no time is among the
-    results, and nothing is said of a busy CPU.
+    `make_cells(device)` raises ValueError for what can never be; there may be `Impossible` ones among its cells, which
+    are rows. `check_cells(cells)` raises ValueError where none of the others can be on this machine. `sweep` measures,
+    and `write_files` writes all but the JSON file and returns what a person reads. Bad input ends the program with
+    status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk. With `must_measure` it ends with
+    status 1 if no cell at all was measured. Without `is_timed` no time is among the results, and nothing is said of a
+    busy CPU.
     """
     with refusing_bad_input():
         make_cells("cuda" if device == "auto" else device)
         check_writable(out)
         device, provenance = resolve_device(device, command, is_timed=is_timed)
-        cells = make_cells(device)
-        check_cells(cells)
+        cells = without_missing(make_cells(device))
+        check_cells(possible(cells))
         results = ResultsFile(out, name, row_type, provenance, resume=resume)
     sweep_into_files(results, lambda: sweep(cells, results), write_files)
     if must_measure:

@@ -26,9 +26,11 @@ from cs336_systems.configs import (
     check,
     check_choices,
     check_device,
+    check_together,
     named_shape,
 )
 from cs336_systems.records import ResultsFile, format_value
+from cs336_systems.sweep_cells import cells_of
 
 KernelName = Literal["linear-cross-entropy", "adamw", "rms-norm", "add-rms-norm", "swiglu", "rope"]
 ImplementationName = Literal["fused", "eager", "compiled", "torch"]
@@ -88,7 +90,8 @@ class KernelCell:
             f"PyTorch has no fused function for {self.kernel}",
         )
         if self.timed == "kernels":
-            check(
+            check_together(
+                self,
                 self.device.startswith("cuda") and self.kernel not in PHASES,
                 "timed",
                 self.timed,
@@ -98,7 +101,7 @@ class KernelCell:
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         check(self.warmup_ms >= 0, "warmup_ms", self.warmup_ms, "must be 0 or more")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
-        check_device(self.device, self.precision)
+        check_device(self)
         ModelConfig(self.d_model, self.d_ff, self.num_layers, self.num_heads, self.vocab_size)
 
     @property
@@ -170,17 +173,17 @@ def kernel_cells(
     *,
     device: str,
     **settings: Any,
-) -> list[KernelCell]:
+) -> list[Any]:
     """The product of the first four, each in all of the kernel's passes; what has no peer in PyTorch is left out.
 
     Without `size`: large and 8b on a GPU, tiny elsewhere. Without `tokens`: the size's own context where that is the
-    leaderboard's (8b: 32,768), else 4 × 1,024. Raises ValueError for the first cell that cannot be, and for another
-    parameter of no values.
+    leaderboard's (8b: 32,768), else 4 × 1,024. Raises ValueError as `cells_of`, and for another parameter of
+    no values.
     """
     check_not_empty(kernel=kernel, implementation=implementation, precision=precision)
     check(adamw_layers >= 1, "adamw_layers", adamw_layers, "must be at least 1")
     default_sizes = ("large", "8b") if device.startswith("cuda") else ("tiny",)
-    cells = []
+    several = []
     for name, dtype, what, how in product(size or default_sizes, precision, kernel, implementation):
         if how == "torch" and what in WITHOUT_PEER:
             continue
@@ -188,11 +191,9 @@ def kernel_cells(
         shape["num_layers"] = min(shape["num_layers"], adamw_layers)
         shape["tokens"] = max(4096, MODEL_SIZES[name].context_length) if tokens is None else tokens
         shape["device"] = device
-        cells += [
-            KernelCell(kernel=what, implementation=how, precision=dtype, phase=phase, **shape, **settings)  # ty: ignore[invalid-argument-type]
-            for phase in phases_of(what)
-        ]
-    return cells
+        varied = {"kernel": what, "implementation": how, "precision": dtype}
+        several += [{**varied, "phase": phase, **shape, **settings} for phase in phases_of(what)]
+    return cells_of(KernelCell, several)
 
 
 def run_kernel_benchmark(command: str, *, device: str, out: Path, resume: bool, **parameters: Any) -> list[KernelRow]:

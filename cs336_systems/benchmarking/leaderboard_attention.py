@@ -20,6 +20,7 @@ from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
 from cs336_systems.feasibility import tell_if_compiled_on_cpu
 from cs336_systems.records import ResultsFile, Statistics
+from cs336_systems.sweep_cells import cells_of, combinations
 
 # On a GPU, where the rules hold, and elsewhere.
 _DEFAULTS: dict[str, tuple[Any, Any]] = {
@@ -103,17 +104,17 @@ def measure_leaderboard(cell: LeaderboardCell) -> dict[str, Any]:
     }
 
 
-def leaderboard_cells(causal: bool, device: str, **settings: Any) -> list[LeaderboardCell]:
+def leaderboard_cells(causal: bool, device: str, **settings: Any) -> list[Any]:
     """A cell an implementation. What is None of `_DEFAULTS` is the leaderboard's on a GPU, and seconds' work elsewhere.
 
-    Raises ValueError for the first cell that cannot be, and for no implementation.
+    Raises ValueError as `cells_of`, and for no implementation.
     """
     settings = fill_in(settings, _DEFAULTS, device)
     implementation = settings.pop("implementation")
     check_not_empty(implementation=implementation)
-    return [
-        LeaderboardCell(implementation=name, is_causal=causal, device=device, **settings) for name in implementation
-    ]
+    return cells_of(
+        LeaderboardCell, combinations(implementation=implementation, is_causal=causal, device=device, **settings)
+    )
 
 
 def run_leaderboard(command: str, *, device: str, out: Path, resume: bool, **parameters: Any) -> list[LeaderboardRow]:

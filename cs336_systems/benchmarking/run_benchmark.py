@@ -19,9 +19,10 @@ from cs336_systems.benchmarking.model_benchmark import (
 from cs336_systems.benchmarking.plots import plot_phases
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
-from cs336_systems.configs import SIZE_NAMES, BenchmarkCell, check, check_choice, named_shape, sweep_cells
+from cs336_systems.configs import SIZE_NAMES, check, check_choice, named_shape
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import sweep_cells
 
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 
@@ -56,7 +57,7 @@ def run_benchmark(
         given = dict(zip(_SHAPE, (d_model, d_ff, num_layers, num_heads), strict=True))
         shapes = {name: _size_parameters(name, vocab_size, given) for name in size or chain(*SIZES["size"])}
 
-    def make_cells(device: str) -> list[BenchmarkCell]:
+    def make_cells(device: str) -> list[Any]:
         sizes = fill_in({"size": size}, SIZES, device)["size"]
         return sweep_cells([shapes[name] for name in sizes], device=device, **parameters)
 

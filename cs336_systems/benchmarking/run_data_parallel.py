@@ -48,6 +48,7 @@ from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import possible
 
 ALL_REDUCE_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0, 10.0)}
 BUCKET_SIZES_MB = {"cuda": (1.0, 10.0, 100.0, 1000.0), "cpu": (0.1, 1.0)}
@@ -95,9 +96,9 @@ def run_data_parallel_benchmark(
             bucket_size_mb=BUCKET_SIZES_MB[device] if bucket_size_mb is None else bucket_size_mb,
             nccl=nccl,
         )
-        check_memory(cells)
+        check_memory(possible(cells))
         results = open_results(out, "ddp", DataParallelRow, command, device, resume)
-        check_same_workload(results, cells, (*VARIED, "bucket_size_mb", "comm_dtype"))
+        check_same_workload(results, possible(cells), (*VARIED, "bucket_size_mb", "comm_dtype"))
         run = results.runs[-1] if results is not None else None
         all_reduces, fits = open_all_reduce(out, command, device, resume, run)
         timelines = ByLabel(out / "ddp_timelines.json", resume)

@@ -36,6 +36,7 @@ from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launched_rank, launcher
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import Impossible, possible
 from cs336_systems.workload import why_kernels_not
 
 # Of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding.
@@ -111,16 +112,17 @@ def run_leaderboard_step(
             replace(base, implementation=name, kept_blocks=n)
             for name, n in product(implementation, kept_blocks or (0,))
         ]
-        if any(cell.implementation == "fused" for cell in asked):
-            missing = why_kernels_not("fused", device)
+        if missing := why_kernels_not("fused", device):
             runs = f"On {device} this runs: torch" if device != "cpu" else f"For a look: {ON_A_CPU}"
-            check(missing is None, "implementation", "fused", f"{missing}. {runs}")
+            missing = f"implementation='fused': {missing}. {runs}"
+            if all(cell.implementation == "fused" for cell in asked):
+                raise ValueError(missing)
         check(memory_gib is None or memory_gib > 0, "memory_gib", memory_gib, "must be above 0")
         card_gib, attention = _card(device, max(ranks))
         memory_gib = memory_gib or (card_gib and USED_SHARE * card_gib)
         planned = [replace(base, implementation=name, world_size=n) for n, name in product(ranks, implementation)]
         plans = [(cell, plan) for cell in planned for plan in _plans(cell, memory_gib, kept_blocks)]
-        cells = (
+        several = (
             replace(
                 cell,
                 **_parts(cell.implementation, attention, device),
@@ -132,10 +134,13 @@ def run_leaderboard_step(
             )
             for (cell, plan), setting in product(plans, settings)
         )
-        cells = list(dict.fromkeys(cells))  # one that is there twice is one
-        check_memory(cells, ON_A_CPU)
+        cells: list[Any] = list(dict.fromkeys(several))  # one that is there twice is one
+        if missing:
+            cells = [Impossible.of(cell, missing) if cell.implementation == "fused" else cell for cell in cells]
+            plans = [(cell, plan) for cell, plan in plans if cell.implementation != "fused"]
+        check_memory(possible(cells), ON_A_CPU)
         results = open_results(out, "leaderboard_step", LeaderboardRow, command, device, resume)
-        check_same_workload(results, cells, VARIED)
+        check_same_workload(results, possible(cells), VARIED)
     if results is not None:
         show("\n".join(dict.fromkeys(_plan_table(cell, plan) for cell, plan in plans)))
 

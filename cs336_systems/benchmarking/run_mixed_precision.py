@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.before_work import check_models
+from cs336_systems.benchmarking.before_work import check_models, without_missing
 from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.layer_norm_precision import (
@@ -34,10 +34,11 @@ from cs336_systems.benchmarking.precision_benchmark import (
 )
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input, show
-from cs336_systems.configs import BenchmarkCell, check, named_cells
+from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.sweep_cells import named_cells, possible
 
 _DEFAULTS: dict[str, tuple[Any, Any]] = {
     "size": (("small", "medium", "large", "xl", "2.7b"), ("tiny",)),
@@ -67,7 +68,8 @@ def run_mixed_precision(
         device, provenance = resolve_device(device, command, is_timed="benchmark" in part)
         cells = _cells(device, parameters)
         if "benchmark" in part:
-            check_models(cells)
+            cells = without_missing(cells)
+            check_models(possible(cells))
         results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume) if "benchmark" in part else None
     if "accumulation" in part:
         _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)
@@ -81,7 +83,7 @@ def run_mixed_precision(
         _benchmark(cells, results, out)
 
 
-def _cells(device: str, parameters: Mapping[str, Any]) -> list[BenchmarkCell]:
+def _cells(device: str, parameters: Mapping[str, Any]) -> list[Any]:
     filled = fill_in(parameters, _DEFAULTS, device)
     return named_cells(filled.pop("size"), device=device, **filled)
 
@@ -95,7 +97,7 @@ def _write(
     show(results.write_tables(columns, note))
 
 
-def _benchmark(cells: list[BenchmarkCell], results: ResultsFile, out: Path) -> None:
+def _benchmark(cells: list[Any], results: ResultsFile, out: Path) -> None:
     def write_files(results: ResultsFile) -> str:
         rows = results.rows
         notes = [table_note(rows), cache_note(rows), speedup_table(rows)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -41,6 +41,7 @@ from cs336_systems.cli import refusing_bad_input
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import DetailRows, ResultsFile
+from cs336_systems.sweep_cells import cells_of, possible
 
 COLUMNS = {
     "precision": "precision",
@@ -116,14 +117,15 @@ def run_sharding_benchmark(
         ranks = world_sizes(processes, device, default_processes)
         sequences = batch_sizes(ranks, batch_size, total_batch_size)
         base = ShardingCell(implementation="none", **common, **parameters)
-        cells = [
-            replace(base, precision=kind, world_size=n, batch_size=sequences[n], implementation=scheme, **setting)
+        varied = [
+            dict(precision=kind, world_size=n, batch_size=sequences[n], implementation=scheme, **setting)
             for kind, n, scheme, setting in product(precision, ranks, implementation, nccl)
             if scheme != "none" or (n == min(ranks) and setting == nccl[0])
         ]
-        check_memory(cells)
+        cells = cells_of(ShardingCell, ({**asdict(base), **values} for values in varied))
+        check_memory(possible(cells))
         results = open_results(out, name, ShardingRow, command, device, resume)
-        check_same_workload(results, cells)
+        check_same_workload(results, possible(cells))
         memory = None
         if results is not None:
             memory = DetailRows(results, f"{name}_memory", ShardingMemoryRow, "memory", resume)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cs336_systems.accounting.training_memory import Sharding, TrainingMemory, training_memory
 from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_train_step, nccl_label
-from cs336_systems.configs import check
+from cs336_systems.configs import check_together
 
 Implementation = Literal["none", "ddp", "sharded-optimizer", "torch-ddp", "torch-zero", "fsdp", "torch-fsdp2"]
 # What each divides over the ranks, in the words of the memory formula.
@@ -42,7 +42,8 @@ class ShardingCell(RankCell):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_train_step(self)
-        check(
+        check_together(
+            self,
             self.compile == "off" or DIVIDES[self.implementation] != "fsdp",
             "compile",
             self.compile,

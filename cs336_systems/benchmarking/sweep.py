@@ -15,10 +15,12 @@ from tqdm import tqdm
 
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
-from cs336_systems.cli import tell
+from cs336_systems.cli import as_flag, tell
 from cs336_systems.records import ResultsFile, is_row_of
+from cs336_systems.sweep_cells import Impossible, possible
 
 _TICK_S = 1.0
+_MOST_REASONS = 3
 
 
 def run_sweep(
@@ -60,11 +62,14 @@ def run_sweep(
 def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any], str] = str) -> list[Any]:
     """The cells of which `results` has no row, or the row of a process that was killed, for which there may have been a
     passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A
-    cell that is there twice is one.
+    cell that is there twice is one. Those that are `Impossible` get their rows here.
 
     Tells where there are none, so that a resumed run does not end without a word of why; where there are, `results`
     knows what it is asked for, so that a run that is stopped ends with a word of what is left (into_files.py).
     """
+
+    _add_impossible(cells, results)
+    cells = possible(cells)
 
     def is_tried_again(row: Any) -> bool:
         return row.status == "killed" and any(is_row_of(row, cell) for cell in cells)
@@ -76,6 +81,30 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
     if not left:
         tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     return left
+
+
+def _add_impossible(cells: Sequence[Any], results: ResultsFile) -> None:
+    """Adds a row, status "unsupported", for each combination that cannot be and has none yet, and tells of them."""
+
+    def is_there(values: Mapping[str, Any]) -> bool:
+        return any(all(getattr(row, name) == value for name, value in values.items()) for row in results.rows)
+
+    missing = [cell for cell in cells if isinstance(cell, Impossible) and not is_there(dict(cell.values))]
+    if not missing:
+        return
+    reasons = list(dict.fromkeys(as_flag(cell.reason) for cell in missing))
+    more = [f"and for {len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS else []
+    n_cells = len(set(cells))
+    tell(
+        f"{len(missing)} of {n_cells} combinations cannot be measured, and become rows that say why: "
+        f"{'; '.join([*reasons[:_MOST_REASONS], *more])}."
+    )
+    none = dict.fromkeys(results.row_type.__dataclass_fields__)
+    rows = [
+        results.row_type(**{**none, **dict(cell.values), "status": "unsupported", "reason": cell.reason})
+        for cell in missing
+    ]
+    results.replace(rows, lambda _: False)
 
 
 def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, Any]) -> Any:

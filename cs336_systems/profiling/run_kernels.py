@@ -54,7 +54,7 @@ def run_kernels(
             device = "cuda" if has_gpu else "cpu"
         check(device == "cpu" or (device.startswith("cuda") and has_gpu), "device", device, "is not on this machine")
         cell = make_cell(device)
-        missing = missing_here([cell])
+        missing = missing_here(cell)
         if missing:
             raise ValueError(missing)
         check_memory([cell])
