@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import signal
 import time
 
@@ -13,8 +14,10 @@ from cs336_systems.benchmarking.convergence_report import ConvergenceRow, conver
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import NotWritten, read_results
+from cs336_systems.training.checkpoints import checkpoint_path, list_checkpoints
 from cs336_systems.training.config import TrainArguments, TrainConfig
-from cs336_systems.training.metrics import METRICS
+from cs336_systems.training.metrics import METRICS, read_metrics
+from tests.script_helpers import ScriptProcess, wait_until
 from tests.training_helpers import QUICK, write_text
 
 
@@ -120,6 +123,8 @@ def test_a_full_disk_is_a_line_whichever_process_met_it(tmp_path, monkeypatch, c
 
 
 def test_ctrl_c_ends_every_run(tmp_path, monkeypatch, capsys):
+    """Those on ranks at once: they save nothing then."""
+
     def train(base, run, *rest):
         if run.variant == "fp32":
             time.sleep(1)
@@ -130,12 +135,44 @@ def test_ctrl_c_ends_every_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(convergence, "_train", train)
     start_s = time.monotonic()
     with pytest.raises(SystemExit) as stopped:
-        _run(tmp_path, variant=("fp32", "bf16"), seed=(0, 1), at_once=2)
+        _run(tmp_path, variant=("fp32", "ddp"), seed=(0, 1), at_once=2)
     assert stopped.value.code == 130
     assert time.monotonic() - start_s < 50
     assert ended == ["killed"]
-    left = "fp32, seed 0; bf16, seed 0; fp32, seed 1; bf16, seed 1"
-    assert f"0 of 4 cells have their rows. Left: {left}." in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "ddp, seed 0: ended now, and resumed from the last checkpoint (--checkpoint-every)." in shown
+    assert "0 of 4 cells have their rows. Left: fp32, seed 0; ddp, seed 0; fp32, seed 1; ddp, seed 1." in shown
+
+
+def test_ctrl_c_loses_no_step_of_a_run_in_one_process(tmp_path):
+    """Stopped twice in a run that would take hours: every step is there once, and the second time begins at the first
+    one's last."""
+    words = ["--variant", "fp32", "--size", "tiny", "--ctx", 8, "--batch-size", 1, "--device", "cpu"]
+    words += ["--steps", 1_000_000, "--checkpoint-every", 1_000_000, "--validate-every", 1_000_000]
+    words += ["--data", write_text(tmp_path), "--out", tmp_path / "runs"]
+    folder = tmp_path / "runs" / "fp32" / "seed-0"
+    begun = []
+    for more in ([], ["--resume"]):
+        script = ScriptProcess(tmp_path, "convergence", *words, *more)
+        n_before = len(_steps(folder))
+        wait_until(lambda n_before=n_before: len(_steps(folder)) > n_before + 3, "a step")
+        script.send_signal(signal.SIGINT)
+        assert script.wait() == 130
+        steps = _steps(folder)
+        assert steps == list(range(1, len(steps) + 1))
+        assert [path.name for path in list_checkpoints(folder)][-1] == checkpoint_path(folder, len(steps)).name
+        assert "fp32, seed 0: this step is finished and saved first. Once more ends at once" in script.errors
+        assert "Interrupted; --resume goes on from here." in script.errors
+        begun.append(len(steps))
+    starts = [line["step"] for line in read_metrics(folder / METRICS) if line["kind"] == "run"]
+    assert starts == [0, begun[0]]
+
+
+def _steps(folder):
+    """The steps whose lines are whole."""
+    path = folder / METRICS
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [line["step"] for line in map(json.loads, lines) if line["kind"] == "train"]
 
 
 def _row(variant, seed, loss, **changes):

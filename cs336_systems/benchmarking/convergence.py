@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from cs336_systems.benchmarking.into_files import check_any_measured, resolve_de
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.benchmarking.sweep import unmeasured
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check, check_choice
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
@@ -135,8 +137,12 @@ def run_convergence(
             try:
                 for future in futures:
                     results.append(future.result())
-            except BaseException:
-                _end(futures)
+            except BaseException as error:
+                try:
+                    if isinstance(error, KeyboardInterrupt):
+                        _let_save(dict(zip(futures, runs, strict=True)))
+                finally:
+                    _end(futures)
                 raise
 
     sweep_into_files(results, sweep, _write_files)
@@ -148,8 +154,26 @@ def _runs_at_once(device: str) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // 2)) if device.startswith("cuda") else 1
 
 
+def _let_save(runs: dict[Future, _Run]) -> None:
+    """Waits until the runs in one process that have begun have finished their step and saved it; the second Ctrl-C ends
+    that. Those on several ranks have no step in which all of them would know of it."""
+    running = {future: run for future, run in runs.items() if not future.cancel() and not future.done()}
+    alone = [future for future, run in running.items() if "parallel" not in VARIANTS[run.variant]]
+    on_ranks = [str(run) for future, run in running.items() if future not in alone]
+    if on_ranks:
+        tell(f"\n{'; '.join(on_ranks)}: ended now, and resumed from the last checkpoint (--checkpoint-every).")
+    if alone:
+        names = "; ".join(str(running[future]) for future in alone)
+        tell(f"\n{names}: this step is finished and saved first. Once more ends at once, without.")
+    while wait(alone, timeout=0.1).not_done:  # again, as a run may just be starting
+        for child in multiprocessing.active_children():  # ranks ignore it
+            if child.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGINT)
+
+
 def _end(futures: Sequence[Future]) -> None:
-    """Drops the runs that have not begun, and kills the processes of those that have: checkpoints are theirs."""
+    """Drops the runs that have not begun, and kills the processes of those that have."""
     running = [future for future in futures if not future.cancel()]
     while wait(running, timeout=0.1).not_done:  # again, as a run may just be starting its next rank
         for child in multiprocessing.active_children():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 import sys
 import threading
@@ -48,8 +49,8 @@ def train_rank(context: Any, config: TrainConfig, tokens: TokenFile, device: str
     """Trains on one rank, to the end or until something stops it. Rank 0 alone writes and shows.
 
     Args:
-        context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C by finishing its step and
-            saving it. Ranks leave Ctrl-C to whoever started them.
+        context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C, or SIGINT of whoever
+            started this process, by finishing its step and saving it. Ranks leave Ctrl-C to whoever started them.
 
     Raises:
         ValueError: the run resumes, and all its checkpoints are bad.
@@ -204,13 +205,20 @@ def _move_aside(out: Path) -> None:
 
 @contextmanager
 def _interrupts(answered: bool) -> Generator[list[int]]:
-    """Inside, Ctrl-C is noted in the list; the second one is a KeyboardInterrupt again. If not `answered`, none is."""
+    """Inside, Ctrl-C is noted in the list; the second one is a KeyboardInterrupt again. If not `answered`, none is.
+
+    In a process that another one has started, it's the other's to tell of it, and to end this one at the second: there,
+    one may come from the terminal and one from the other process.
+    """
     noted: list[int] = []
+    is_child = multiprocessing.parent_process() is not None
 
     def note(number: int, frame: Any) -> None:
-        if noted:
+        if noted and not is_child:
             raise KeyboardInterrupt
         noted.append(number)
+        if is_child:
+            return
         with suppress(RuntimeError):  # a stream cannot be written to in the middle of its writing
             tell("\nInterrupted: this step is finished and saved first. Once more ends at once, without.")
 
