@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -19,11 +19,13 @@ _AFTER_AN_IMPORT_S = 0.05
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
-def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
+def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
     # First of all, so that Ctrl-C is a line as early as can be.
     sys.excepthook = _in_a_line
     import tyro
+
+    from cs336_systems.help_text import explained, wrapped
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -32,7 +34,10 @@ def parse(arguments: Callable[..., Arguments], description: str) -> Arguments:
     signal.signal(signal.SIGTERM, _exit_by_signal)
     try:
         try:
-            return tyro.cli(arguments, description=description, config=(tyro.conf.OmitSubcommandPrefixes,))
+            if {"-h", "--help"} & set(sys.argv[1:]):
+                print(wrapped(description or ""), end="\n\n")
+            read = tyro.cli(explained(arguments), description="", config=(tyro.conf.OmitSubcommandPrefixes,))
+            return arguments(**vars(read))
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
             raise

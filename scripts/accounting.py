@@ -28,27 +28,27 @@ class Arguments:
     attention: Attention = "naive"
     """The attention that the model calls."""
     checkpoint_every: int | None = None
-    """Blocks in a checkpointed segment; no checkpoints unless given."""
+    """Blocks in a checkpointed segment. Default: no checkpoints."""
     sharding: Sharding = "none"
     """What is divided over the devices: nothing, AdamW's moments, gradients too, or the weights too."""
     num_devices: int = 1
     """Devices, each with a batch of its own."""
     gpu: str | None = None
-    """A GPU's name as torch reports it, e.g. "NVIDIA H100 80GB HBM3", for times at its peak."""
+    """A GPU's name as torch reports it, e.g. "NVIDIA H100 80GB HBM3", for times at its peak. Default: no times."""
     bandwidth_gb_per_s: float | None = None
     """With --gpu: what a device sends, in 1e9 bytes/s (NVLink of an H100: 450), for the limits of parallel schemes."""
     handout: bool = False
     """Print the paper exercise on the XXL model step by step, and nothing else."""
     vocab_size: int | None = None
-    """Vocabulary, in tokens."""
+    """Vocabulary, in tokens. Default: the size's."""
     d_model: int | None = None
-    """Width of the residual stream."""
+    """Width of the residual stream. Default: the size's."""
     d_ff: int | None = None
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer. Default: the size's."""
     num_layers: int | None = None
-    """Transformer blocks."""
+    """Transformer blocks. Default: the size's."""
     num_heads: int | None = None
-    """Attention heads; they must divide --d-model."""
+    """Attention heads; they must divide --d-model. Default: the size's."""
 
 
 def main() -> None:

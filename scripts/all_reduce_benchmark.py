@@ -29,8 +29,8 @@ class Arguments:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cpu (gloo), cuda (NCCL), or auto: GPUs if there are any."""
     max_ctas: int | None = None
-    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute; left to NCCL
-    unless given."""
+    """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute. Default: left
+    to NCCL."""
     high_priority: bool = False
     """Have the GPU schedule NCCL's blocks before those of the kernels that compute."""
     timeout_s: float = 600.0

@@ -25,14 +25,13 @@ class Arguments:
     implementation: tuple[EagerPeerName, ...] = ("naive",)
     """The attention; naive is the model's own, sdpa-* are PyTorch's backends."""
     compile: tuple[CompileAttention, ...] | None = None
-    """Eager, or with torch.compile, anew for each cell; unless given, both on a GPU and eager elsewhere."""
+    """Eager, or with torch.compile, anew for each cell. Default: both on a GPU and eager elsewhere."""
     precision: tuple[Precision, ...] = ("fp32",)
     """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high")."""
     head_dim: tuple[int, ...] = (16, 32, 64, 128)
     """Width of queries, keys and values."""
     length: tuple[int, ...] | None = None
-    """Tokens, of queries and keys alike; unless given, 256, 1024, 4096, 8192 and 16384 on a GPU, 256 and 1024
-    elsewhere."""
+    """Tokens, of queries and keys alike. Default: 256, 1024, 4096, 8192 and 16384 on a GPU, 256 and 1024 elsewhere."""
     batch_size: int = 8
     """Sequences in a batch."""
     causal: bool = True
@@ -40,7 +39,7 @@ class Arguments:
     warmup: int = 5
     """Forward and backward passes before measuring."""
     steps: int | None = None
-    """Measured forward passes, and backward passes; unless given, 100 on a GPU and 10 elsewhere."""
+    """Measured forward passes, and backward passes. Default: 100 on a GPU and 10 elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

@@ -22,7 +22,7 @@ from cs336_systems.configs import Attention, Compile, Kernels, Mode, Optimizer, 
 class Arguments:
     size: tuple[str, ...] | None = None
     """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; or custom, with the model's own flags below. Default:
-    small on a GPU, tiny on a CPU."""
+    small on a GPU, tiny elsewhere."""
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     mode: tuple[Mode, ...] = ("train-step",)
@@ -67,7 +67,7 @@ class Arguments:
     """Mark warm-up, steps, phases, blocks and attention's parts for nsys, and capture the measured steps only;
     scripts/profile_nsys.py runs nsys for you."""
     vocab_size: int | None = None
-    """Vocabulary, in tokens; 10,000 unless the size says otherwise."""
+    """Vocabulary, in tokens. Default: the size's, or 10,000 for custom."""
     d_model: int | None = None
     """With --size custom: width of the residual stream."""
     d_ff: int | None = None

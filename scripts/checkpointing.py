@@ -23,7 +23,7 @@ class Arguments:
     part: tuple[Literal["model", "nested"], ...] = ("model", "nested")
     """What to run."""
     size: tuple[str, ...] | None = None
-    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, small on a GPU and tiny elsewhere."""
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: small on a GPU and tiny elsewhere."""
     ctx: tuple[int, ...] = (512,)
     """Context lengths, in tokens."""
     checkpoint_every: tuple[int, ...] = (0, 1, 2)

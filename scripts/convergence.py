@@ -19,16 +19,16 @@ from cs336_systems.cli import command_line, parse
 class Arguments:
     variant: tuple[str, ...] | None = None
     """fp32, tf32, bf16, fp16, fp16-unscaled, fp32-flash, bf16-flash, ddp, bucketed, ddp-sharded-optimizer, fsdp,
-    bf16-fsdp; unless given, all but tf32 and bf16-fsdp on a GPU, and fp32, bf16 and ddp elsewhere. The others are
-    compared with the first; what can't run here is a row that says so."""
+    bf16-fsdp. The others are compared with the first; what can't run here is a row that says so. Default: all but tf32
+    and bf16-fsdp on a GPU; fp32, bf16 and ddp elsewhere."""
     seed: tuple[int, ...] | None = None
-    """Seed of the weights and of the order of the data; unless given, 0, 1 and 2 on a GPU and 0 elsewhere."""
+    """Seed of the weights and of the order of the data. Default: 0, 1 and 2 on a GPU and 0 elsewhere."""
     processes: int = 2
     """Ranks of the parallel variants, one a GPU."""
     at_once: int = 0
     """Runs at the same time; 0: one on a CPU, and beside a GPU half the CPU's cores, 8 at most."""
     data: Path | None = None
-    """As for scripts/train.py: any text file, .npy or .bin; without it, Python's own library."""
+    """As for scripts/train.py: any text file, .npy or .bin. Default: Python's own library."""
     size: str = "tiny"
     """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
     ctx: int = 128
@@ -36,7 +36,7 @@ class Arguments:
     batch_size: int = 16
     """Sequences of an optimizer step, over all processes."""
     steps: int | None = None
-    """Optimizer steps of each run; unless given, 300 on a GPU and 30 elsewhere."""
+    """Optimizer steps of each run. Default: 300 on a GPU and 30 elsewhere."""
     warmup_steps: int = 20
     """Steps over which the learning rate rises."""
     learning_rate: float = 1e-3

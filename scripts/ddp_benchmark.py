@@ -23,9 +23,9 @@ class Arguments(RankArguments):
     """naive, flat, overlapped, bucketed, bucketed-zeroed, bucketed-in-place, torch-ddp. The step without
     communication is always measured."""
     bucket_size_mb: tuple[float, ...] | None = None
-    """Bucket sizes in MB (10**6 bytes); unless given, 1, 10, 100 and 1000 on GPUs, and 0.1 and 1 on a CPU."""
+    """Bucket sizes in MB (10**6 bytes). Default: 1, 10, 100 and 1000 on GPUs, and 0.1 and 1 on a CPU."""
     comm_dtype: Literal["bf16", "fp16"] | None = None
-    """Send the buckets in two bytes an element."""
+    """Send the buckets in two bytes an element. Default: as they are."""
     compile: Compile = "off"
     """torch.compile: off, on (the whole model), or blocks."""
     out: Path = Path("out/ddp")

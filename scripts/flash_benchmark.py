@@ -25,15 +25,14 @@ from cs336_systems.configs import Precision
 class Arguments:
     implementation: tuple[PeerName, ...] | None = None
     """What is measured; sdpa-* are PyTorch's backends, naive-compiled and flex (FlexAttention) use torch.compile.
-    Unless given, all on a GPU, and naive, flash-pytorch and sdpa-flash elsewhere."""
+    Default: all on a GPU, and naive, flash-pytorch and sdpa-flash elsewhere."""
     length: tuple[int, ...] | None = None
-    """Tokens, of queries and keys alike; unless given, the powers of two from 128 to 65,536 on a GPU, to 1,024
-    elsewhere."""
+    """Tokens, of queries and keys alike. Default: the powers of two from 128 to 65,536 on a GPU, to 1,024 elsewhere."""
     head_dim: tuple[int, ...] = (16, 32, 64, 128)
     """Width of a head."""
     precision: tuple[Precision, ...] | None = None
-    """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high"), fp32 with "highest". Unless
-    given, bf16 and fp32 on a GPU, and fp32 elsewhere."""
+    """The inputs' dtype; tf32 is fp32 with torch.set_float32_matmul_precision("high"), fp32 with "highest". Default:
+    bf16 and fp32 on a GPU, and fp32 elsewhere."""
     phase: tuple[Phase, ...] = ("forward", "backward", "both")
     """Forward keeps what backward needs; backward is timed by itself; both are one after the other."""
     causal: bool = True

@@ -31,11 +31,11 @@ class Arguments:
     """fused is the project's kernel; torch is fused AdamW, F.rms_norm, and the loss in checkpointed chunks of 4,096
     tokens (nothing for the others)."""
     size: tuple[str, ...] = ()
-    """Named sizes, whose widths and vocabulary are used; by default large and 8b on a GPU, tiny elsewhere."""
+    """Named sizes, whose widths and vocabulary are used. Default: large and 8b on a GPU, tiny elsewhere."""
     precision: tuple[Precision, ...] = ("bf16",)
     """The dtype of inputs, weights, gradients and state; tf32 is fp32 with tensor cores."""
     tokens: int | None = None
-    """Tokens of a batch; unless given, 32,768 for 8b and 4,096 for the others."""
+    """Tokens of a batch. Default: 32,768 for 8b and 4,096 for the others."""
     adamw_layers: int = 4
     """AdamW updates the parameters of at most this many blocks, embedding, last norm and last layer."""
     warmup_ms: int = 25

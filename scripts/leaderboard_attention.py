@@ -22,12 +22,12 @@ from cs336_systems.configs import Precision
 @dataclass(frozen=True)
 class Arguments:
     implementation: tuple[PeerName, ...] | None = None
-    """What is measured, each in a process of its own; sdpa-* are PyTorch's backends. Unless given, flash-triton,
-    sdpa-flash, sdpa-cudnn and flex on a GPU, and flash-pytorch and sdpa-flash elsewhere."""
+    """What is measured, each in a process of its own; sdpa-* are PyTorch's backends. Default: flash-triton, sdpa-flash,
+    sdpa-cudnn and flex on a GPU, and flash-pytorch and sdpa-flash elsewhere."""
     heads: int = 16
     """Heads, in the place of a batch."""
     length: int | None = None
-    """Tokens, of queries and keys alike; unless given, 16,384 on a GPU and 1,024 elsewhere."""
+    """Tokens, of queries and keys alike. Default: 16,384 on a GPU and 1,024 elsewhere."""
     head_dim: int = 64
     """Width of a head."""
     precision: Precision = "bf16"
@@ -35,9 +35,9 @@ class Arguments:
     causal: bool = True
     """Each query sees the keys up to its own place; its operations are counted as half."""
     warmup_ms: int | None = None
-    """Time spent on calls before measuring, unless given 1,000 on a GPU and 100 elsewhere."""
+    """Time spent on calls before measuring. Default: 1,000 on a GPU and 100 elsewhere."""
     rep_ms: int | None = None
-    """Time spent on measured calls, unless given 10,000 on a GPU and 1,000 elsewhere."""
+    """Time spent on measured calls. Default: 10,000 on a GPU and 1,000 elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

@@ -36,10 +36,11 @@ class Arguments:
     precision: Literal["bf16", "fp32"] = "bf16"
     """Dtype of parameters, gradients and AdamW's moments."""
     memory_gib: float | None = None
-    """What the plan may use of each card. Default: 95% of what other processes leave of it; on a CPU everything is
-    kept."""
+    """What the plan may use of each card. On a CPU everything is kept. Default: 95% of what other processes leave of
+    it."""
     kept_blocks: tuple[int, ...] = ()
-    """Numbers of blocks that keep all that backward needs, in the plan's place, and for both implementations."""
+    """Numbers of blocks that keep all that backward needs, in the plan's place, and for both implementations. Default:
+    the plan's."""
     max_ctas: tuple[int, ...] = (0,)
     """NCCL's largest number of CTAs, each of which takes a multiprocessor from the kernels that compute; 0 leaves it to
     NCCL. Several are compared."""

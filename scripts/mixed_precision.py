@@ -27,14 +27,14 @@ class Arguments:
     part: tuple[Part, ...] = ("accumulation", "dtypes", "layer-norm", "benchmark")
     """What to run."""
     size: tuple[str, ...] | None = None
-    """Named sizes for the benchmark; unless given, small, medium, large, xl and 2.7b on a GPU, and tiny elsewhere."""
+    """Named sizes for the benchmark. Default: small, medium, large, xl and 2.7b on a GPU, and tiny elsewhere."""
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     mode: tuple[Mode, ...] = ("train-step",)
     """forward runs without autograd; forward-backward adds the loss and backward; train-step adds the optimizer."""
     precision: tuple[Precision, ...] | None = None
-    """bf16 and fp16 are autocast over float32 weights; fp16 scales the loss in a train step. Unless given, fp32, bf16
-    and fp16 on a GPU, and fp32 and bf16 elsewhere."""
+    """bf16 and fp16 are autocast over float32 weights; fp16 scales the loss in a train step. Default: fp32, bf16 and
+    fp16 on a GPU, and fp32 and bf16 elsewhere."""
     compile: tuple[Compile, ...] = ("off",)
     """torch.compile: off, on (the whole model), or blocks; memory by kind is known only without it."""
     attention: tuple[Attention, ...] = ("naive",)

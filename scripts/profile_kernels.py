@@ -18,7 +18,7 @@ from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
 @dataclass(frozen=True)
 class Arguments:
     size: str | None = None
-    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, small on a GPU and tiny elsewhere."""
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: small on a GPU and tiny elsewhere."""
     ctx: int = 256
     """Context length, in tokens."""
     mode: Mode = "train-step"

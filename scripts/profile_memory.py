@@ -25,7 +25,7 @@ from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
 @dataclass(frozen=True)
 class Arguments:
     size: tuple[str, ...] | None = None
-    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, small on a GPU and tiny elsewhere."""
+    """Named sizes: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: small on a GPU and tiny elsewhere."""
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     mode: tuple[Mode, ...] = ("forward", "train-step")

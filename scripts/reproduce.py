@@ -22,7 +22,7 @@ class Arguments:
     results: Path = Path("out/reproduce")
     """Folder for rows, tables, pictures and the report; `results` updates the repository's own, and its README."""
     only: tuple[str, ...] = ()
-    """Names of steps, e.g. benchmark/sizes; all unless given."""
+    """Names of steps, e.g. benchmark/sizes. Default: all."""
     machine: Literal["auto", "cpu", "gpu", "gpus"] = "auto"
     """cpu, gpu (one), gpus (two or more), or auto: what is here."""
     dry_run: bool = False

@@ -41,7 +41,7 @@ class Arguments:
     timeout_min: int = 60
     """Minutes after which a job is ended."""
     partition: str | None = None
-    """Slurm's partition."""
+    """Slurm's partition. Default: Slurm's own."""
     wait: bool = False
     """Wait for the jobs, and end with status 1 if one fails."""
 

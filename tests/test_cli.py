@@ -1,5 +1,6 @@
 """What every script does with its command line, and with a Ctrl-C or an error that nobody caught."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.cli import command_line
+from cs336_systems.cli import command_line, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,10 +77,70 @@ def test_flags_are_described_and_those_that_mean_the_same_in_the_same_words():
     assert len(said) > 60
     assert said["optimizer"] == {"The project's AdamW, or PyTorch's fused one."}
     for name in ("high_priority", "timeout_s", "rep_ms"):
-        assert len({words.split(",")[0].rstrip(".") for words in said[name]}) == 1, said[name]
+        assert len({words.split(". Default: ")[0].split(",")[0].rstrip(".") for words in said[name]}) == 1, said[name]
+    for words in set().union(*said.values()):  # what stands for None is said in one way, at the end
+        assert not re.search("unless given|by default", words, re.IGNORECASE), words
+        assert re.fullmatch(r"(?:(?!Default: ).)*(Default: .*\.)?", words), words
     sweeps = {words for words in said["resume"] if words.startswith("Keep the rows")}
     assert len(sweeps) <= 2, sweeps  # the comparison of training runs goes on with what each has
     assert {words.split()[0] for words in said["seed"]} == {"Seed"}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("script", sorted(path.stem for path in (ROOT / "scripts").glob("*.py")))
+def test_help_fits_the_terminal(run_script, monkeypatch, script, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    status, shown, errors = run_script(script, "--help")
+    assert (status, errors) == (0, "")
+    description, _, options = shown.partition("\nusage: ")
+    assert [line for line in description.splitlines() if len(line) > width and not line.startswith("    ")] == []
+    assert [line for line in options.splitlines() if len(line) > width] == []
+    assert "\n\n\n" not in description
+    assert "None" not in options
+    assert "(default: )" not in options
+
+
+def test_help_of_each_kind_of_default(run_script, monkeypatch, capsys, tmp_path):
+    """Also of what a class takes from another, and of a docstring on several lines.
+
+    `run_script` gives back what `parse` sets.
+    """
+    source = tmp_path / "two_classes.py"
+    source.write_text('''
+from dataclasses import dataclass
+from typing import Literal
+@dataclass(frozen=True)
+class Base:
+    first: tuple[int, ...] | None = None
+    """Of the base,
+    on two lines. Default: 1 and 2 on a GPU, 3 elsewhere."""
+    second: Literal["a", "b"] | None = None
+    """Has no default of its own."""
+@dataclass(frozen=True)
+class Arguments(Base):
+    third: tuple[float, ...] = ()
+    """None given. Default: all."""
+    fourth: int = 7
+    """A number."""
+    second: Literal["a", "b"] | None = None
+    """Described anew."""
+''')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = importlib.import_module("two_classes").Arguments
+    monkeypatch.setattr(sys, "argv", ["x.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        parse(arguments, "Says nothing.")
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for shown in (
+        "--first [INT [INT ...]] Of the base, on two lines. (default: 1 and 2 on a GPU, 3 elsewhere)",
+        "--second {a,b} Described anew. --third",
+        "--third [FLOAT [FLOAT ...]] None given. (default: all)",
+        "--fourth INT A number. (default: 7)",
+    ):
+        assert shown in words
+    monkeypatch.setattr(sys, "argv", ["x.py", "--first", "4", "5", "--second", "b"])
+    assert vars(parse(arguments, "")) == {"first": (4, 5), "second": "b", "third": (), "fourth": 7}
 
 
 def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):

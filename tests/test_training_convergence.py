@@ -140,7 +140,7 @@ def test_ctrl_c_ends_every_run(tmp_path, monkeypatch, capsys):
     assert time.monotonic() - start_s < 50
     assert ended == ["killed"]
     shown = capsys.readouterr().err
-    assert "ddp, seed 0: ended now, and resumed from the last checkpoint (--checkpoint-every)." in shown
+    assert "ddp, seed 0: ended now; --resume begins at the last checkpoint (--checkpoint-every), if any." in shown
     assert "0 of 4 cells have their rows. Left: fp32, seed 0; ddp, seed 0; fp32, seed 1; ddp, seed 1." in shown
 
 

@@ -161,7 +161,8 @@ def _let_save(runs: dict[Future, _Run]) -> None:
     alone = [future for future, run in running.items() if "parallel" not in VARIANTS[run.variant]]
     on_ranks = [str(run) for future, run in running.items() if future not in alone]
     if on_ranks:
-        tell(f"\n{'; '.join(on_ranks)}: ended now, and resumed from the last checkpoint (--checkpoint-every).")
+        names = "; ".join(on_ranks)
+        tell(f"\n{names}: ended now; --resume begins at the last checkpoint (--checkpoint-every), if any.")
     if alone:
         names = "; ".join(str(running[future]) for future in alone)
         tell(f"\n{names}: this step is finished and saved first. Once more ends at once, without.")

@@ -11,15 +11,16 @@ from cs336_systems.configs import Attention, Optimizer, check
 @dataclass(frozen=True)
 class RankArguments:
     size: str | None = None
-    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b; unless given, xl on GPUs and tiny on a CPU."""
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: xl on GPUs and tiny on a CPU."""
     ctx: int | None = None
-    """Context length, in tokens; unless given, 512 on GPUs and 64 on a CPU."""
+    """Context length, in tokens. Default: 512 on GPUs and 64 on a CPU."""
     batch_size: int = 4
     """Sequences on each rank."""
     total_batch_size: int | None = None
-    """Sequences over all ranks, in batch_size's place: several numbers of processes then give strong scaling."""
+    """Sequences over all ranks, in the place of --batch-size: several numbers of processes then give strong scaling.
+    Default: --batch-size on each."""
     processes: tuple[int, ...] = ()
-    """Numbers of ranks, one a GPU. Default: 2. Several give weak scaling."""
+    """Numbers of ranks, one a GPU; several give weak scaling. Default: 2."""
     precision: tuple[Literal["fp32", "tf32", "bf16"], ...] = ("fp32",)
     """bf16 is autocast over float32 weights, with float32 gradients."""
     optimizer: Optimizer = "adamw-fused"

@@ -40,11 +40,11 @@ class TrainArguments:
     """A training run as the command line gives it, not checked yet; see `TrainConfig`."""
 
     data: Path | None = None
-    """Any text file (its bytes are the tokens), or token ids as .npy or .bin; without it, Python's own library."""
+    """Any text file (its bytes are the tokens), or token ids as .npy or .bin. Default: Python's own library."""
     token_dtype: TokenDtype = "uint16"
     """Dtype of the ids in a .bin file."""
     vocab_size: int | None = None
-    """256 for text and 10,000 for ids unless given."""
+    """Vocabulary, in tokens. Default: 256 for text and 10,000 for ids."""
     validation_share: float = 0.1
     """The end of the data that is kept for validation."""
     size: str = "tiny"
@@ -67,8 +67,8 @@ class TrainArguments:
     """Optimizer steps of the whole run. The learning rate depends on it at each of them: --resume cannot change it, and
     a longer run begins anew."""
     warmup_steps: int | None = None
-    """Steps over which the learning rate rises, before it follows half a cosine to the end of the run; unless given, a
-    tenth of the steps, and 20 at most."""
+    """Steps over which the learning rate rises, before it follows half a cosine to the end of the run. Default: a tenth
+    of the steps, and 20 at most."""
     learning_rate: float = 1e-3
     """The highest learning rate."""
     min_learning_rate: float = 1e-4
@@ -93,7 +93,7 @@ class TrainArguments:
     parallel: Parallel = "none"
     """Data parallelism: overlapped DDP, bucketed DDP, or fully sharded."""
     processes: int | None = None
-    """With --parallel: ranks; by default torchrun's, else one a GPU, or 2 on a CPU."""
+    """With --parallel: ranks. Default: torchrun's, else one a GPU, or 2 on a CPU."""
     bucket_size_mb: float = 25.0
     """With --parallel bucketed: a bucket's size in MB (10**6 bytes)."""
     sharded_optimizer: bool = False

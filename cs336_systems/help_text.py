@@ -1,0 +1,81 @@
+"""What `--help` says: a script's docstring, wrapped to the terminal, and each argument's, with its default in words.
+
+tyro makes the list of arguments from a dataclass. It leaves a description unwrapped, breaks a field's docstring where
+its source does, and shows `None` among the choices and as the default of what is chosen later; hence this.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import shutil
+import textwrap
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_NAMES = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+_WIDEST = 120
+_LONG = 25
+
+
+def wrapped(text: str) -> str:
+    """A script's docstring: paragraphs filled to the terminal's width (120 at most), indented lines as they are."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    fill = textwrap.TextWrapper(width, break_on_hyphens=False, break_long_words=False).fill
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else fill(part) for part in paragraphs)
+
+
+def explained(arguments: Any) -> Any:
+    """A dataclass of the same fields, with what tyro is to say of each.
+
+    The last sentence of a field's docstring, where it is "Default: …", stands in the place of a default of None or (),
+    which say nothing by themselves.
+    """
+    import tyro
+
+    docs = field_docs(arguments)
+    hints, bare = get_type_hints(arguments, include_extras=True), get_type_hints(arguments)
+    fields = []
+    for field in dataclasses.fields(arguments):
+        text, _, default = docs.get(field.name, "").partition("Default: ")
+        options: dict[str, Any] = {"help": text.strip() or None}
+        if field.default is None or field.default == ():
+            options["help_behavior_hint"] = f"(default: {default.removesuffix('.')})" if default else ""
+            options["metavar"] = _metavar(bare[field.name])
+        elif field.default is dataclasses.MISSING:
+            options["help_behavior_hint"] = "(required)"
+        hint: Any = Annotated[hints[field.name], tyro.conf.arg(**options)]  # ty: ignore[invalid-type-form]
+        fields.append((field.name, hint, dataclasses.field(default=field.default)))
+    return dataclasses.make_dataclass(arguments.__name__, fields)
+
+
+def field_docs(arguments: type) -> dict[str, str]:
+    """The string under each field of a dataclass and of those that it derives from, on one line; none where the source
+    is not at hand."""
+    docs = {}
+    for kind in reversed(arguments.__mro__):
+        if dataclasses.is_dataclass(kind):
+            try:
+                (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+            except (OSError, TypeError):
+                continue
+            assert isinstance(definition, ast.ClassDef)
+            for field, below in zip(definition.body, definition.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    docs[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(below.value)).split())
+    return docs
+
+
+def _metavar(hint: Any) -> str:
+    """What stands for the values of a type other than None, e.g. "INT" for `int | None`."""
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+    if get_origin(hint) is tuple:
+        one = _metavar(get_args(hint)[0])
+        return f"[{one} [{one} ...]]" if len(one) < _LONG else f"[{one} [...]]"  # as tyro has it
+    if get_origin(hint) is Literal:
+        return f"{{{','.join(map(str, get_args(hint)))}}}"
+    return _NAMES[hint]
