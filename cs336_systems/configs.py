@@ -181,7 +181,7 @@ class BenchmarkCell:
         check(self.steps >= 1, "steps", self.steps, "must be at least 1")
         check(1 <= self.batch_size <= LARGEST, "batch_size", self.batch_size, f"must be between 1 and {LARGEST}")
         check(0 <= self.seed < 2**63, "seed", self.seed, "must be between 0 and 2**63 - 1")
-        check(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, "must be 0 or more")
+        check(self.checkpoint_every >= 0, "checkpoint_every", self.checkpoint_every, self._checkpoints_allowed())
         self.model_config()  # refuses hyperparameters that do not fit each other
         check_device(self)
         self._check_together()
@@ -199,7 +199,7 @@ class BenchmarkCell:
             self.checkpoint_every <= self.num_layers,
             "checkpoint_every",
             self.checkpoint_every,
-            f"must be between 1 and {self.num_layers}, the model's blocks, or 0 for no checkpoints",
+            self._checkpoints_allowed(),
         )
         if self.cuda_graphs == "on":
             on_gpu = self.device.startswith("cuda")
@@ -219,6 +219,9 @@ class BenchmarkCell:
                 check_together(self, value == needed, "master_weights", "on", needs)
             needs = "needs kernels='loss' or 'fused', and kernels='plain'"
             check_together(self, self.kernels != "plain", "master_weights", "on", needs)
+
+    def _checkpoints_allowed(self) -> str:
+        return f"must be between 1 and {self.num_layers}, the model's blocks, or 0 for no checkpoints"
 
     def model_config(self) -> ModelConfig:
         """The model that this cell builds; its context is the cell's."""
