@@ -21,6 +21,7 @@ from cs336_systems.attention.hopper_dq import hopper_dq_kernel
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.hopper_plan import with_hopper_backward, with_hopper_forward
 from cs336_systems.attention.triton_tuning import Gpu
+from tests.attention_helpers import two_passes
 from tests.gpu_attention import (
     SHAPES,
     assert_no_worse_than_sdpa,
@@ -111,17 +112,13 @@ def on_hopper(monkeypatch, request):
     if not ON_HOPPER:
         pytest.skip("needs a GPU of compute capability 9.0")
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
-    monkeypatch.setattr(triton_plan, "choose_backward", _two_passes)
+    monkeypatch.setattr(triton_plan, "choose_backward", two_passes)
     monkeypatch.setattr(hopper_plan, "_is_one_pass_worth_it", lambda problem: request.param is hopper_backward_kernel)
     gpu = triton_launch._gpu_of(torch.device("cuda", torch.cuda.current_device()))
     monkeypatch.setattr(triton_launch, "_gpu_of", lambda device: gpu._replace(n_sm=1))
     triton_launch._plans.clear()
     yield request.param
     triton_launch._plans.clear()
-
-
-def _two_passes(problem, use_tma):
-    return tuple((name, triton_plan.choose(name, problem, use_tma)) for name in ("dkdv", "dq"))
 
 
 def _ran(kernel) -> bool:

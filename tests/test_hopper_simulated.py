@@ -30,7 +30,7 @@ from cs336_systems.attention.hopper_forward import _step as forward_step
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.hopper_ring import fetch, fetch_with_row, make_ring, release, send, tile_of, wait_for
 from cs336_systems.attention.triton_tuning import Gpu, KernelConfig
-from tests.attention_helpers import IGNORE_INTERPRETER, oracle
+from tests.attention_helpers import IGNORE_INTERPRETER, oracle, two_passes
 from tests.gluon_machine import Fault
 from tests.gluon_simulation import SimulatedKernel
 
@@ -50,11 +50,7 @@ def simulate(monkeypatch):
     monkeypatch.setattr(triton_launch, "INTERPRETER", Gpu("H100", 90, 1, 232448))
     monkeypatch.setattr(triton_plan, "MEMORY_BOUND", KernelConfig(128, 16, 4, 1))  # few programs for the interpreter
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
-    monkeypatch.setattr(
-        triton_plan,
-        "choose_backward",
-        lambda problem, use_tma: tuple((name, triton_plan.choose(name, problem, use_tma)) for name in ("dkdv", "dq")),
-    )
+    monkeypatch.setattr(triton_plan, "choose_backward", two_passes)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan))
 

@@ -1,7 +1,8 @@
 """Attention on Hopper (compute capability 9.0): Gluon's kernels where they are faster, and the portable ones elsewhere.
 
-Which problems are which is said, with the measurements, in `hopper_plan.py`; the kernels are `hopper_forward.py` and
-`hopper_dq.py`. All share the tensors, the launch plans and the results' meaning with `flash_triton.py`.
+Which problems are which is said, with the measurements, in `hopper_plan.py`; the kernels are `hopper_forward.py`,
+`hopper_backward.py` and `hopper_dq.py`. All share the tensors, the launch plans and the results' meaning with
+`flash_triton.py`.
 """
 
 import functools

@@ -12,6 +12,7 @@ it sees the registers of dS in use across the loop's edge. Nor does it help to k
 dP with a branch, as the forward pass does: the other consumer's products cover them, and the whole backward pass took
 2.7% longer, 2.97 ms against 2.90 in alternation, at 8 heads of 128 and length 16,384.) dK and dV stay with
 `flash_backward_kernel`: this scheme for them measured no faster than Triton's own pipelining of their four products.
+Where one pass for all three is faster (`hopper_plan.py`), that takes the place of both.
 """
 
 from triton.experimental import gluon
