@@ -51,7 +51,8 @@ class Arguments:
     max_call_ms: int = 1000
     """An implementation of which one call takes longer is skipped there and at longer lengths."""
     timed: Timed = "calls"
-    """calls, as a user makes them, or kernels: replayed from a CUDA graph, without the host's work (GPU only)."""
+    """calls, each by itself; in-a-row, some 50 one after another, as a loop makes them, which tells what the host needs
+    for short ones; or kernels: replayed from a CUDA graph, without the host's work (GPU only)."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

@@ -43,8 +43,8 @@ class Arguments:
     rep_ms: int = 200
     """Time spent on measured calls, at least one."""
     timed: Timed = "calls"
-    """calls, as a user makes them, or kernels: replayed from a CUDA graph, without the host's work (on a GPU, and not
-    for the loss and AdamW)."""
+    """calls, each by itself; in-a-row, some 50 one after another, as a loop makes them; or kernels: replayed from a
+    CUDA graph, without the host's work (on a GPU, and not for the loss and AdamW)."""
     device: str = "auto"
     """cpu, cuda, cuda:N, mps, or auto: the first GPU if there is one."""
     seed: int = 0

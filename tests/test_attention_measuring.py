@@ -18,7 +18,7 @@ from cs336_systems.benchmarking.attention_benchmark import (
 )
 from cs336_systems.benchmarking.attention_cells import EagerPeerName, PeerName, make_inputs
 from cs336_systems.benchmarking.attention_peers import PEERS, open_peer
-from cs336_systems.benchmarking.call_timing import time_calls
+from cs336_systems.benchmarking.call_timing import time_calls, time_in_a_row
 from cs336_systems.benchmarking.flash_benchmark import FlashCell, FlashMeasure, flash_cells
 from cs336_systems.benchmarking.grouped_sweep import Skipped
 from cs336_systems.records import Unsupported
@@ -102,6 +102,23 @@ def test_calls_are_timed_for_the_time_asked_and_gradients_dropped_before_each():
     for name, value in (("warmup_ms", -1), ("rep_ms", 0)):
         with pytest.raises(ValueError, match=f"{name}={value}"):
             time_calls(call, **{"warmup_ms": 1, "rep_ms": 1, name: value}, device=CPU)
+
+
+def test_calls_in_a_row_share_their_time():
+    x = torch.ones(3, requires_grad=True)
+    seen = []
+
+    def call():
+        (2 * x).sum().backward()
+        seen.append(x.grad[0].item())
+        time.sleep(0.004 if len(seen) % 2 else 0)
+
+    times = time_in_a_row(call, warmup_ms=1, rep_ms=120, device=CPU, grad_to_none=[x])
+    assert min(times) >= 2  # the mean of 4 ms and next to nothing
+    assert seen == [2.0] * len(seen)
+    assert len(seen) > 2 + len(times)  # one look at the clock for several calls
+    with pytest.raises(ValueError, match="rep_ms=0"):
+        time_in_a_row(call, warmup_ms=1, rep_ms=0, device=CPU)
 
 
 def test_an_error_is_seen_in_the_output_and_in_each_gradient():

@@ -106,11 +106,11 @@ def with_hopper_backward(
     if plan.copies_do:
         do = contiguous_strides((p.batch, p.heads, p.n_queries, p.head_dim))
     name, config = plan.passes[-1]
-    if name != "dq" or not needs_dq:
+    if name not in ("dq", "fused") or not needs_dq:
         return plan
     if needs_dkdv and _is_supported(p, config, (do, q, k, v, dk, dv)) and _is_one_pass_worth_it(p):
         return _one_pass(plan, p, do, q, k, v, o, dq, dk, dv)
-    if not _is_supported(p, config, (do, q, k, v, dq)):
+    if name != "dq" or not _is_supported(p, config, (do, q, k, v, dq)):
         return plan
     rows_scratch = 9
     n_rows = plan.scratch[0].shape[1]

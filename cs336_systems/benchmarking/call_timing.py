@@ -1,6 +1,9 @@
 """Times one call over and over, as `triton.testing.do_bench` does: for a time, not a count, and from a cold L2 cache.
 
 On a GPU it is do_bench itself. Elsewhere the host's clock stands in for the GPU's events, and no cache is emptied.
+
+do_bench empties the cache by a kernel of some 60 µs, behind which the host's work for a short call hides, or, on a
+slower host, does not: near that edge its times are chance. `time_in_a_row` tells what such calls take in a loop.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from cs336_systems.accounting.flops import peak_tflops
 from cs336_systems.benchmarking.attention_cells import peak_allocated_gib, reset_peak
 from cs336_systems.benchmarking.grouped_sweep import Skipped
 from cs336_systems.benchmarking.timing import synchronize
+
+_IN_A_ROW = 50
 
 
 @dataclass
@@ -48,10 +53,7 @@ def time_calls(
     Raises:
         ValueError: `warmup_ms` below 0, or `rep_ms` not above 0.
     """
-    if warmup_ms < 0:
-        raise ValueError(f"warmup_ms={warmup_ms}: must be 0 or more")
-    if rep_ms <= 0:
-        raise ValueError(f"rep_ms={rep_ms}: must be above 0")
+    _check_times(warmup_ms, rep_ms)
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -64,6 +66,39 @@ def time_calls(
     while not times or sum(times) < rep_ms:
         drop_gradients(grad_to_none)
         times.append(time_once(call, device))
+    return times
+
+
+def time_in_a_row(
+    call: Callable[[], object],
+    warmup_ms: float,
+    rep_ms: float,
+    device: torch.device,
+    grad_to_none: Sequence[Tensor] = (),
+) -> list[float]:
+    """Milliseconds a call of calls made one after another, as a training loop makes them: the time of some 50 (fewer of
+    long ones) from an idle device to an idle device, divided by their number, over and over for about `rep_ms`.
+
+    That is what the host needs for a call or the device, whichever is slower. Gradients are dropped and errors raised
+    as in `time_calls`.
+    """
+
+    def many(n: int) -> float:
+        start = time.perf_counter()
+        for _ in range(n):
+            drop_gradients(grad_to_none)
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / n
+
+    _check_times(warmup_ms, rep_ms)
+    drop_gradients(grad_to_none)
+    call_ms = time_once(call, device)
+    many(max(1, round(warmup_ms / call_ms)))
+    n = max(1, min(_IN_A_ROW, int(rep_ms / call_ms)))
+    times: list[float] = []
+    while not times or n * sum(times) < rep_ms:
+        times.append(many(n))
     return times
 
 
@@ -87,6 +122,13 @@ def recorded(call: Callable[[], object], stream: torch.cuda.Stream) -> Callable[
     return graph.replay
 
 
+def _check_times(warmup_ms: float, rep_ms: float) -> None:
+    if warmup_ms < 0:
+        raise ValueError(f"warmup_ms={warmup_ms}: must be 0 or more")
+    if rep_ms <= 0:
+        raise ValueError(f"rep_ms={rep_ms}: must be above 0")
+
+
 def drop_gradients(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         tensor.grad = None
@@ -97,8 +139,8 @@ def measure_work(
 ) -> tuple[Work, dict[str, Any]]:
     """What `make()` returns, and a row's fields of its time, rate and memory.
 
-    The cell says for how long the call is repeated (`warmup_ms`, `rep_ms`), whether all of it is `timed` or its
-    "kernels" alone, and by its `precision` what peak the rate is compared with.
+    The cell says for how long the call is repeated (`warmup_ms`, `rep_ms`), whether all of it is `timed`, each by
+    itself or many in a row, or its kernels alone, and by its `precision` what peak the rate is compared with.
 
     Raises:
         Skipped: one call takes longer than `max_call_ms`.
@@ -117,7 +159,8 @@ def measure_work(
     if stream is not None:
         drop_gradients(work.inputs)
         call = recorded(call, stream)
-    times = time_calls(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
+    repeat = time_in_a_row if cell.timed == "in-a-row" else time_calls
+    times = repeat(call, cell.warmup_ms, cell.rep_ms, device, grad_to_none=work.inputs)
     median, p20, p80 = np.quantile(times, (0.5, 0.2, 0.8)).tolist()
     tflops = work.flops / median / 1e9 if work.flops else None
     peak = peak_tflops(torch.cuda.get_device_name(device), cell.precision) if device.type == "cuda" else None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["forward", "backward", "both"]
 CompiledShapes = Literal["dynamic", "static"]
-Timed = Literal["calls", "kernels"]
+Timed = Literal["calls", "in-a-row", "kernels"]
 
 # The float64 reference keeps every score; with more of them (one head, length 4,096) it would cost more than the rest.
 MAX_CHECKED_SCORES = 2**24
@@ -44,8 +44,8 @@ MAX_CHECKED_SCORES = 2**24
 class FlashCell(AttentionCell):
     """One pass of one peer on (batch_size, heads, length, head_dim) inputs, and how long it is timed.
 
-    `timed` is "calls", as a user makes them, or "kernels": what a call launches, recorded once in a CUDA graph and
-    replayed, so that no time of the host is in it.
+    `timed` is "calls", each by itself and from a cold L2 cache; "in-a-row", as a loop makes them, one after another; or
+    "kernels": what a call launches, recorded once in a CUDA graph and replayed, so that no time of the host is in it.
     """
 
     batch_size: int = 1
@@ -62,7 +62,7 @@ class FlashCell(AttentionCell):
         for name in ("batch_size", "heads", "rep_ms", "max_call_ms"):
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         check(self.warmup_ms >= 0, "warmup_ms", self.warmup_ms, "must be 0 or more")
-        replays = self.timed == "calls" or self.device.startswith("cuda")
+        replays = self.timed != "kernels" or self.device.startswith("cuda")
         needs = f"needs a GPU, where CUDA graphs are, and the device is {self.device}"
         check_together(self, replays, "timed", self.timed, needs)
 

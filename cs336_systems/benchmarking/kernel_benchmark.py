@@ -51,8 +51,9 @@ def phases_of(kernel: str) -> tuple[str, ...]:
 class KernelCell:
     """One pass of one implementation of a kernel's work, and how long it is timed.
 
-    `timed` is "calls", as a user makes them, or "kernels": what a call launches, recorded once in a CUDA graph and
-    replayed, so that no time of the host is in it (elementwise kernels only, which it can hide).
+    `timed` is "calls", each by itself; "in-a-row", as a loop makes them; or "kernels": what a call launches, recorded
+    once in a CUDA graph and replayed, so that no time of the host is in it (elementwise kernels only, which it can
+    hide).
 
     `precision` is the dtype of all tensors (tf32: float32, products with tensor cores). `size` is a label; what counts
     is beside it. `num_layers` is read by adamw only, which updates the parameters of that many blocks and of the rest

@@ -133,15 +133,24 @@ def _shapes(*files: str) -> Block:
         rows = [row for file in files for row in read_rows(results / file)[0]]
         names = list(dict.fromkeys(row.implementation for row in rows))
         body = []
-        for shape in dict.fromkeys((row.heads, row.head_dim, row.length, row.phase) for row in rows):
-            heads, head_dim, length, phase = shape
-            of_shape = [row for row in rows if (row.heads, row.head_dim, row.length, row.phase) == shape]
+        for shape, of_shape in _by_shape(rows).items():
+            heads, head_dim, length, batch_size, phase = shape
             cells = [_times([row for row in of_shape if row.implementation == name]) for name in names]
-            body.append([f"{heads} × {head_dim}, {length:,}, {phase}", *cells])
+            tokens = f"{length:,}" if batch_size == 1 else f"{batch_size} sequences of {length:,}"
+            body.append([f"{heads} × {head_dim}, {tokens}, {phase}", *cells])
         kind = f"{rows[0].precision}, {'causal' if rows[0].is_causal else 'not causal'}" if rows else ""
         return markdown_table([f"{kind}: heads × head_dim, length, pass", *names], body)
 
     return make
+
+
+def _by_shape(rows: Sequence[Any]) -> dict[tuple, list[Any]]:
+    """Rows by shape and pass, in their order, and of a width the shorter lengths first."""
+    shapes: dict[tuple, list[Any]] = {}
+    for row in rows:
+        shapes.setdefault((row.heads, row.head_dim, row.length, row.batch_size, row.phase), []).append(row)
+    widths = list(dict.fromkeys(shape[:2] for shape in shapes))
+    return {shape: shapes[shape] for shape in sorted(shapes, key=lambda shape: (widths.index(shape[:2]), shape[2]))}
 
 
 def _times(rows: Sequence[Any]) -> str | None:
@@ -169,7 +178,7 @@ def _by_length(file: str, precision: str, ours: str, theirs: str) -> Block:
             pairs = [[times.get((name, head_dim, phase, n)) for name in (ours, theirs)] for n in lengths]
             quotients = [f"{first / second:.2f}" if first and second else None for first, second in pairs]
             body.append([f"{head_dim}, {phase}", *quotients])
-        what = "kernels" if rows[0].timed == "kernels" else "calls"
+        what = {"in-a-row": "calls in a row"}.get(rows[0].timed, rows[0].timed)
         heading = f"{what}, {precision}, `{ours}` over `{theirs}`: head_dim, pass"
         return markdown_table([heading, *map(str, lengths)], body)
 
@@ -182,7 +191,9 @@ def _by_head_dim_and_phase(key: tuple[int, str]) -> tuple[int, int]:
 
 SIZES, MODES, WARMUP, COMPILE = (f"benchmark/{name}/benchmark.json" for name in ("sizes", "modes", "warmup", "compile"))
 LEADERBOARD = "leaderboard_attention/leaderboard_attention.json"
-FLASH, FLASH_KERNELS = "flash_benchmark/flash_benchmark.json", "flash_kernels/flash_benchmark.json"
+FLASH, FLASH_KERNELS, FLASH_SHORT = (
+    f"{name}/flash_benchmark.json" for name in ("flash_benchmark", "flash_kernels", "flash_short")
+)
 ANCHORS = {
     name: Table(_shapes(*files), files)
     for name in ("flash_anchors", "flash_anchors_not_causal", "flash_anchors_fp32")
@@ -190,6 +201,7 @@ ANCHORS = {
 }
 BY_LENGTH = {
     "kernels": Table(_by_length(FLASH_KERNELS, "bf16", "flash-triton", "sdpa-flash"), (FLASH_KERNELS,)),
+    "in a row": Table(_by_length(FLASH_SHORT, "bf16", "flash-triton", "sdpa-flash"), (FLASH_SHORT,)),
     "bf16": Table(_by_length(FLASH, "bf16", "flash-triton", "sdpa-flash"), (FLASH,)),
     "fp32": Table(_by_length(FLASH, "fp32", "flash-triton", "sdpa-efficient"), (FLASH,)),
 }

@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.readme_tables import ANCHORS, BY_LENGTH, FLASH, FLASH_KERNELS, LEADERBOARD, Block
+from cs336_systems.benchmarking.readme_tables import (
+    ANCHORS,
+    BY_LENGTH,
+    FLASH,
+    FLASH_KERNELS,
+    FLASH_SHORT,
+    LEADERBOARD,
+    Block,
+)
 from cs336_systems.benchmarking.report_model import bare
 from cs336_systems.benchmarking.report_parts import Item, Part, captioned
 from cs336_systems.benchmarking.report_rows import (
@@ -98,7 +106,7 @@ def _flash_table(results: Path) -> str:
 
 def _against(rows: Sequence[Any], ours: str, theirs: str) -> list[tuple[float | None, str]]:
     """How many times as fast `ours` is as `theirs`, by cell, labelled."""
-    names = ("heads", "head_dim", "length", "phase", "precision")
+    names = ("heads", "head_dim", "batch_size", "length", "phase", "precision")
     base = {tuple(row[name] for name in names): row.median_ms for row in rows if row.implementation == theirs}
     return [
         (ratio(base.get(tuple(row[name] for name in names)), row.median_ms), _where(row))
@@ -205,6 +213,14 @@ ATTENTION_ITEMS = (
                     ("Memory over length", "flash_benchmark/flash_benchmark_memory.png"),
                 ),
                 _answer_flash(FLASH),
+            ),
+            Part(
+                "Short calls, one after another",
+                "flash_short",
+                (FLASH_SHORT,),
+                (_ratios("in a row"),),
+                (),
+                _answer_flash(FLASH_SHORT),
             ),
             Part(
                 "Over lengths, kernels alone",

@@ -21,7 +21,7 @@ _FUSED = "--size large 2.7b --ctx 1024 --precision bf16"
 _TINY_RANKS = "--device cpu --size tiny --ctx 64 --batch-size 2 --warmup 1 --steps 3"
 _QUICK = "--rep-ms 20 --warmup-ms 5 --max-call-ms 200"
 _KERNELS = "--implementation flash-triton flash-hopper sdpa-flash sdpa-cudnn"
-_ANCHORS = f"--length 4096 16384 65536 --precision bf16 --warmup-ms 20 --rep-ms 60 {_KERNELS}"
+_ANCHORS = f"--precision bf16 --warmup-ms 20 --rep-ms 60 {_KERNELS}"
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,17 @@ STEPS: tuple[Step, ...] = (
          cpu=("--device cpu --length 128 256 512 --head-dim 16 64 --precision fp32"
               " --implementation naive flash-pytorch",),
          seconds=_guess(cpu=20, gpu=240)),
+    Step("flash_short", "flash_benchmark", "flash_benchmark",
+         gpu=("--timed in-a-row --length 128 256 512 1024 2048 --precision bf16 --warmup-ms 10 --rep-ms 50"
+              " --implementation flash-triton sdpa-flash sdpa-cudnn sdpa-efficient",), cpu=None,
+         seconds=_guess(gpu=60)),
     Step("flash_kernels", "flash_benchmark", "flash_benchmark",
          gpu=(f"--timed kernels --phase forward backward --precision bf16 {_QUICK} {_KERNELS}",), cpu=None,
          seconds=_guess(gpu=90)),
     *(Step(f"{folder}{run}", "flash_benchmark", "flash_benchmark",
-           gpu=(f"--head-dim 64 --heads 16 {causal} {_ANCHORS}", f"--head-dim 128 --heads 8 {causal} {_ANCHORS}"),
+           gpu=tuple(f"--head-dim {head_dim} --heads {heads} {causal} {lengths} {_ANCHORS}"
+                     for head_dim, heads in ((64, 16), (128, 8))
+                     for lengths in ("--length 16384 65536", "--length 4096 --batch-size 4")),
            cpu=None, seconds=_guess(gpu=120))
       for folder, causal in (("flash_anchors", "--causal"), ("flash_anchors_not_causal", "--no-causal"))
       for run in ("", "_repeat")),  # the same twice: how far two runs differ
