@@ -67,6 +67,15 @@ def test_without_a_step_to_compare_with_there_is_a_table_and_no_picture(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["by_ranks.md"]
 
 
+def test_a_precision_without_numbers_has_no_panel(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"size": "xl", "ctx": 512, "implementation": "ddp", "status": "oom", "device": "cuda"}
+    lost = [ShardingRow(precision=kind, world_size=n, **shape) for kind in ("bf16", "tf32") for n in (1, 2)]
+    alone = _row("none", 1, 700.0, precision="tf32", device="cuda")
+    rows = [_row("none", 1, 700.0), _row("ddp", 1, 714.0), _row("ddp", 2, 750.0), alone, *lost]
+    assert "| ddp, bf16 | OOM | OOM |" in write_scaling(rows, tmp_path / "by_ranks")
+    assert (tmp_path / "by_ranks.png").stat().st_size > 0
+
+
 @pytest.mark.slow
 def test_strong_scaling_on_the_cpu(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**TINY, "name": "scaling", "processes": (1, 2), "total_batch_size": 2}

@@ -69,18 +69,18 @@ NOTE = (
 
 
 def plot_scaling(rows: Rows, path: Path, label: Callable[[Any], str] = lambda row: row.implementation) -> None:
-    """Efficiency over the number of ranks, a panel a precision."""
+    """Efficiency over the number of ranks, a panel for each precision that has one."""
     from cs336_systems.figures import COLOURS, new_figure, save_figure
 
-    precisions = list(dict.fromkeys(row.precision for row in rows))
-    schemes = list(dict.fromkeys(label(row) for row in rows if row.implementation != "none"))
+    shares = [(row, efficiency(row, rows)) for row in rows if row.implementation != "none"]
+    shown = [(row, share) for row, share in shares if share is not None]
+    precisions = list(dict.fromkeys(row.precision for row, _ in shown))
+    schemes = list(dict.fromkeys(label(row) for row, _ in shown))
     figure, axes = new_figure(columns=len(precisions))
     for axis, precision in zip(axes[0], precisions, strict=True):
         for index, scheme in enumerate(schemes):
             points = sorted(
-                (row.world_size, share)
-                for row in rows
-                if (label(row), row.precision) == (scheme, precision) and (share := efficiency(row, rows)) is not None
+                (row.world_size, share) for row, share in shown if (label(row), row.precision) == (scheme, precision)
             )
             colour, style = COLOURS[index % len(COLOURS)], "o-" if index < len(COLOURS) else "s--"
             axis.plot([n for n, _ in points], [share for _, share in points], style, color=colour, label=scheme)
