@@ -3,8 +3,11 @@
 import dataclasses
 import errno
 import json
+import os
 import signal
+import threading
 import time
+from concurrent import futures
 
 import pytest
 
@@ -142,6 +145,35 @@ def test_ctrl_c_ends_every_run(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert "ddp, seed 0: ended now; --resume begins at the last checkpoint (--checkpoint-every), if any." in shown
     assert "0 of 4 cells have their rows. Left: fp32, seed 0; ddp, seed 0; fp32, seed 1; ddp, seed 1." in shown
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        (NotWritten(errno.ENOSPC, "No space left", "a"), 1, "No space left; no row was there yet"),
+        (ConvergenceRow("fp32", 0, 1, 4, "killed", "SIGKILL"), 130, "fp32, seed 0: SIGKILL; --resume begins at its"),
+    ],
+)
+def test_a_step_that_ctrl_c_could_not_save_is_told(tmp_path, monkeypatch, capsys, ending, code, told):
+    saving = threading.Event()
+
+    def train(base, run, *rest):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert saving.wait(60)
+        if isinstance(ending, Exception):
+            raise ending
+        return ending
+
+    def wait(*arguments, **options):
+        saving.set()
+        return futures.wait(*arguments, **options)
+
+    monkeypatch.setattr(convergence, "_train", train)
+    monkeypatch.setattr(convergence, "wait", wait)
+    with pytest.raises(SystemExit) as stopped:
+        _run(tmp_path, variant=("fp32",), seed=(0,))
+    assert stopped.value.code == code
+    assert told in capsys.readouterr().err
 
 
 def test_ctrl_c_loses_no_step_of_a_run_in_one_process(tmp_path):

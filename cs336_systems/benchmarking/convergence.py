@@ -11,7 +11,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +34,7 @@ from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.signals import signals_waiting
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
 from cs336_systems.training.loop import Summary, train_rank
@@ -121,26 +122,18 @@ def run_convergence(
     def sweep() -> None:
         runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)
         with ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool:  # each thread waits for a run's processes
-            futures = [
-                pool.submit(
-                    _train,
-                    base_config,
-                    run,
-                    processes,
-                    out,
-                    resume,
-                    tokens,
-                    provenance,
-                )
-                for run in runs
-            ]
+            futures: dict[Future, _Run] = {}
             try:
+                with signals_waiting():  # or one that has begun would not be known here, and nobody would end it
+                    for run in runs:
+                        begun = pool.submit(_train, base_config, run, processes, out, resume, tokens, provenance)
+                        futures[begun] = run
                 for future in futures:
                     results.append(future.result())
             except BaseException as error:
                 try:
                     if isinstance(error, KeyboardInterrupt):
-                        _let_save(dict(zip(futures, runs, strict=True)))
+                        _let_save(futures)
                 finally:
                     _end(futures)
                 raise
@@ -154,9 +147,12 @@ def _runs_at_once(device: str) -> int:
     return max(1, min(8, (os.cpu_count() or 1) // 2)) if device.startswith("cuda") else 1
 
 
-def _let_save(runs: dict[Future, _Run]) -> None:
+def _let_save(runs: Mapping[Future, _Run]) -> None:
     """Waits until the runs in one process that have begun have finished their step and saved it; the second Ctrl-C ends
-    that. Those on several ranks have no step in which all of them would know of it."""
+    that. Those on several ranks have no step in which all of them would know of it.
+
+    Raises what a run had raised, as where the disk was full and its step could not be saved.
+    """
     running = {future: run for future, run in runs.items() if not future.cancel() and not future.done()}
     alone = [future for future, run in running.items() if "parallel" not in VARIANTS[run.variant]]
     on_ranks = [str(run) for future, run in running.items() if future not in alone]
@@ -171,9 +167,12 @@ def _let_save(runs: dict[Future, _Run]) -> None:
             if child.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGINT)
+    for future, run in runs.items():
+        if future.done() and not future.cancelled() and (row := future.result()).status == "killed":
+            tell(f"\n{run}: {row.reason}; --resume begins at its last checkpoint, if any.")
 
 
-def _end(futures: Sequence[Future]) -> None:
+def _end(futures: Iterable[Future]) -> None:
     """Drops the runs that have not begun, and kills the processes of those that have."""
     running = [future for future in futures if not future.cancel()]
     while wait(running, timeout=0.1).not_done:  # again, as a run may just be starting its next rank
