@@ -15,7 +15,9 @@ from cs336_systems.benchmarking.attention_benchmark import (
 )
 from cs336_systems.benchmarking.attention_plots import COLOUR_OF, plot_attention, plot_flash
 from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_unsupported
-from cs336_systems.benchmarking.flash_benchmark import FlashRow
+from cs336_systems.benchmarking.flash_benchmark import FlashRow, write_flash_files
+from cs336_systems.records import ResultsFile
+from tests.example_rows import RUN
 
 
 def _flash_row(implementation, length, median_ms=None, status="ok", **changes):
@@ -53,6 +55,19 @@ def test_tables_have_lengths_down_and_implementations_across():
         ["128", "1 (100)"],
     ]
     assert why_unsupported(rows, "precision") == "- sdpa-cudnn (bf16, fp32) is unsupported: no GPU"
+
+
+def test_calls_by_themselves_and_in_a_row_stand_apart(tmp_path, monkeypatch):
+    panels = []
+    monkeypatch.setattr(attention_plots, "save_figure", lambda figure, path: panels.extend(figure.axes))
+    results = ResultsFile(tmp_path, "flash", FlashRow, RUN)
+    for timed, ms in (("calls", 0.25), ("in-a-row", 0.125)):
+        results.append(_flash_row("naive", 128, ms, timed=timed))
+    written = write_flash_files(results)
+    assert re.findall(r"\*\*(.*)\*\*|(0[.]\d+) \(100\)", written) == [
+        ("calls", ""), ("", "0.25"), ("in-a-row", ""), ("", "0.125"),
+    ]  # fmt: skip
+    assert [axis.get_title() for axis in panels] == ["head_dim 64, calls, both", "head_dim 64, in-a-row, both"]
 
 
 @pytest.mark.parametrize(("most", "scale"), [(9.0, "linear"), (500.0, "log")])

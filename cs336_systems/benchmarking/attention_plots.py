@@ -35,8 +35,8 @@ def plot_flash(rows: Sequence[FlashRow], directory: Path) -> list[Path]:
 
 
 def _plot_grid(rows: Sequence[Any], down: str, field: str, label: str, path: Path) -> list[Path]:
-    """Panels of `field` over the length: field `down` down, head_dim and whatever else makes a shape across. Values
-    over more than a decade are drawn on a logarithmic scale, the same in all panels."""
+    """Panels of `field` over the length: field `down` down, head_dim and whatever else makes a shape, and how it was
+    timed, across. Values over more than a decade are drawn on a logarithmic scale, the same in all panels."""
     if not rows:
         return []
     values = [getattr(row, field) for row in rows]
@@ -121,19 +121,20 @@ def _legend(axes: Any) -> None:
 
 
 def _shape(row: Any) -> tuple:
-    return row.batch_size, row.heads, row.head_dim, row.is_causal
+    return row.batch_size, row.heads, row.head_dim, row.is_causal, row.timed
 
 
 def _shapes(rows: Sequence[Any]) -> dict[tuple, str]:
-    """Each shape and its panel's title: its head_dim, and before it what else differs between shapes."""
+    """Each shape, and how it was timed, and its panel's title: its head_dim, and what else differs between shapes."""
     shapes = list(dict.fromkeys(map(_shape, rows)))
     words: tuple[Callable[[Any], str], ...] = (
         lambda batch_size: f"batch {batch_size}, ",
         lambda heads: f"{heads} heads, ",
         lambda head_dim: f"head_dim {head_dim}",
         lambda is_causal: ", causal" if is_causal else ", not causal",
+        lambda timed: f", {timed}",
     )
-    said = [i for i in range(4) if i == 2 or len({shape[i] for shape in shapes}) > 1]
+    said = [i for i in range(5) if i == 2 or len({shape[i] for shape in shapes}) > 1]
     return {shape: "".join(words[i](shape[i]) for i in said) for shape in shapes}
 
 

@@ -243,6 +243,7 @@ _TABLES = {
     "heads": "heads",
     "head_dim": "head_dim",
     "is_causal": "causal",
+    "timed": "",
     "phase": "",
 }
 _COLUMNS = {
@@ -252,6 +253,7 @@ _COLUMNS = {
     "head_dim": "head_dim",
     "length": "length",
     "phase": "pass",
+    "timed": "timed",
     "status": "status",
     "median_ms": "median ms",
     "p20_ms": "20 %",
