@@ -121,6 +121,17 @@ def test_calls_in_a_row_share_their_time():
         time_in_a_row(call, warmup_ms=1, rep_ms=0, device=CPU)
 
 
+def test_a_slow_first_call_leaves_others_in_a_row():
+    calls = []
+
+    def call():
+        time.sleep(0.001 if calls else 0.1)
+        calls.append(None)
+
+    times = time_in_a_row(call, warmup_ms=1, rep_ms=60, device=CPU)
+    assert len(calls) > 2 + len(times)
+
+
 def test_an_error_is_seen_in_the_output_and_in_each_gradient():
     cell = FlashCell("naive", "fp32", head_dim=8, length=33, heads=2)
 

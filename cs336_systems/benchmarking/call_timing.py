@@ -93,8 +93,7 @@ def time_in_a_row(
 
     _check_times(warmup_ms, rep_ms)
     drop_gradients(grad_to_none)
-    call_ms = time_once(call, device)
-    many(max(1, round(warmup_ms / call_ms)))
+    call_ms = many(max(1, round(warmup_ms / time_once(call, device))))  # the first one alone may have been slow
     n = max(1, min(_IN_A_ROW, int(rep_ms / call_ms)))
     times: list[float] = []
     while not times or n * sum(times) < rep_ms:
