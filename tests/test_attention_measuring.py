@@ -121,15 +121,17 @@ def test_calls_in_a_row_share_their_time():
         time_in_a_row(call, warmup_ms=1, rep_ms=0, device=CPU)
 
 
-def test_a_slow_first_call_leaves_others_in_a_row():
-    calls = []
+def test_a_slow_first_call_leaves_others_in_a_row(monkeypatch):
+    clock_s, calls_ms = [0.0], []
 
     def call():
-        time.sleep(0.001 if calls else 0.1)
-        calls.append(None)
+        calls_ms.append(1 if calls_ms else 100)
+        clock_s[0] += calls_ms[-1] / 1e3
 
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s[0])
     times = time_in_a_row(call, warmup_ms=1, rep_ms=60, device=CPU)
-    assert len(calls) > 2 + len(times)
+    assert times == pytest.approx([1.0, 1.0])
+    assert len(calls_ms) == 2 + 2 * 50
 
 
 def test_an_error_is_seen_in_the_output_and_in_each_gradient():
