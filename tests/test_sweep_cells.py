@@ -128,6 +128,19 @@ def test_they_become_rows_once_and_are_told(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("1 of 6 combinations cannot be measured")
 
 
+def test_what_can_be_by_now_is_measured_on_resume(tmp_path):
+    """As flash-triton on a CPU, once TRITON_INTERPRET is set as its row's reason says."""
+    naive, flash = named_cells(["tiny"], **TINY, attention=("naive", "flash-triton"))
+    results = ResultsFile(tmp_path, "bench", BenchmarkRow, RUN)
+    unmeasured([naive, Impossible.of(flash, "no interpreter")], results)
+    results.append(BenchmarkRow(**asdict(naive), status="oom"))
+    resumed = ResultsFile(tmp_path, "bench", BenchmarkRow, RUN, resume=True)
+    assert unmeasured([naive, Impossible.of(flash, "no interpreter")], resumed) == []
+    assert len(resumed.rows) == 2
+    assert unmeasured([naive, flash], resumed) == [flash]
+    assert [row.status for row in read_results(results.path, BenchmarkRow)[1]] == ["oom"]
+
+
 def test_many_reasons_are_one_line(tmp_path, capsys):
     cells = named_cells(["tiny"], **TINY, checkpoint_every=(0, 3, 4, 5, 6, 7))
     unmeasured(cells, ResultsFile(tmp_path, "bench", BenchmarkRow, RUN))

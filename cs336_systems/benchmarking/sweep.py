@@ -16,6 +16,7 @@ from tqdm import tqdm
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
 from cs336_systems.cli import as_flag, tell
+from cs336_systems.configs import BenchmarkCell
 from cs336_systems.records import ResultsFile, is_row_of
 from cs336_systems.sweep_cells import Impossible, possible
 
@@ -60,9 +61,10 @@ def run_sweep(
 
 
 def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any], str] = str) -> list[Any]:
-    """The cells of which `results` has no row, or the row of a process that was killed, for which there may have been a
-    passing cause: such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A
-    cell that is there twice is one. Those that are `Impossible` get their rows here.
+    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, or of a
+    model that could not run there (the environment, or what is installed, lets it now, or it would be `Impossible`).
+    Such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A cell that is
+    there twice is one. Those that are `Impossible` get their rows here.
 
     Tells where there are none, so that a resumed run does not end without a word of why; where there are, `results`
     knows what it is asked for, so that a run that is stopped ends with a word of what is left (into_files.py).
@@ -72,7 +74,7 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
     cells = possible(cells)
 
     def is_tried_again(row: Any) -> bool:
-        return row.status == "killed" and any(is_row_of(row, cell) for cell in cells)
+        return any(row.status in _may_pass(cell) and is_row_of(row, cell) for cell in cells)
 
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
@@ -81,6 +83,10 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
     if not left:
         tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     return left
+
+
+def _may_pass(cell: Any) -> tuple[str, ...]:
+    return ("killed", "unsupported") if isinstance(cell, BenchmarkCell) else ("killed",)
 
 
 def _add_impossible(cells: Sequence[Any], results: ResultsFile) -> None:
