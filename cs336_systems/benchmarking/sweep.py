@@ -61,8 +61,8 @@ def run_sweep(
 
 
 def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any], str] = str) -> list[Any]:
-    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, or of a
-    model that could not run there (the environment, or what is installed, lets it now, or it would be `Impossible`).
+    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, or of
+    a model that could not run there (the environment, or what is installed, lets it now, or it would be `Impossible`).
     Such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A cell that is
     there twice is one. Those that are `Impossible` get their rows here.
 
