@@ -3,8 +3,9 @@
 On a GPU memory is found out by trying, in seconds; a CPU would swap for minutes, or lose the process, so that there a
 formula decides: the cell's own where it has one, as a rank that holds a part of the model needs less than all of it.
 
-What is refused would not have run. The formulas are of tensors: on a CPU small's and medium's steps held 1.02 to 1.3
-times as much, divided ones more, and Python with torch beside, so that what is not refused may still not fit.
+What is refused would not have run beside what else the machine holds as the run begins. The formulas are of tensors:
+on a CPU small's and medium's steps held 1.02 to 1.3 times as much, divided ones more, and Python with torch beside, so
+that what is not refused may still not fit; where the formula comes near to what is free, that is told.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from cs336_systems.accounting.flops import matmul_flops_forward, num_parameters, train_step_flops
 from cs336_systems.accounting.memory import FLOAT32_BYTES
@@ -26,6 +27,19 @@ GIB = 2**30
 # What a core does at least in the models' matrix products, for a guess that is told as one.
 _GFLOPS_PER_CORE = 20.0
 _WORTH_TELLING_S = 60.0
+# Of the memory that is free: a formula above that share may be of a process that does not fit.
+_NEAR_SHARE = 0.6
+
+
+class TooLittleMemory(ValueError):
+    """What was asked for takes more memory than is free now."""
+
+
+class Memory(NamedTuple):
+    """Bytes that a machine has, and those of them that nothing holds now."""
+
+    whole: int
+    free: int
 
 
 @runtime_checkable
@@ -60,57 +74,105 @@ def missing_here(cell: BenchmarkCell) -> str:
     return ""
 
 
-def machine_memory_bytes(root: Path = Path("/")) -> int:
-    """The memory that this machine has, or that its container or control group may use, swap not counted.
+def machine_memory(root: Path = Path("/")) -> Memory:
+    """The memory that this machine has, or that its container or control group may use, swap not counted; and what is
+    free of it: what the system says is available, or what the group's use leaves of its limit. All, where neither is
+    told.
 
     A group is held to the least of its own limit and those of the groups that it is in. Under `root` are proc and sys.
     """
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else []
-    for file in _limit_files(root):
+    whole = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else []
+    free = [1024 * n for name, n in _numbers(root / "proc/meminfo").items() if name == "MemAvailable:"]
+    for group, name in _groups(root):
         with suppress(OSError, ValueError):  # none, or "max"
-            limits.append(int(file.read_text()))
-    return min(limits, default=2**63 - 1)
+            limit = int((group / name.limit).read_text())
+            whole.append(limit)
+            free.append(limit - int((group / name.use).read_text()) + _droppable(group))
+    present = min(whole, default=2**63 - 1)
+    return Memory(present, max(0, min([present, *free])))
 
 
-def _limit_files(root: Path) -> list[Path]:
-    """Where control groups (version 2, beside version 1, and 1) say the limits of this process's group and of those
-    above it. A container sees its own group's at the top, under whatever name the host knows it by."""
+class _Names(NamedTuple):
+    """Files of a control group in which its limit and its use are."""
+
+    limit: str
+    use: str
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes")
+_V2 = _Names("memory.max", "memory.current")
+
+
+def _groups(root: Path) -> list[tuple[Path, _Names]]:
+    """The folders of control groups (version 2, beside version 1, and 1): this process's group and those above it. A
+    container sees its own group's at the top, under whatever name the host knows it by."""
     try:
         # "0::/a/b" of version 2, "4:cpu,memory:/a/b" of version 1.
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     except OSError:
         lines = []
     groups = {"memory" if "memory" in names.split(",") else names: group for _, names, group in lines}
-    files = []
-    for mount, controller, name in (
-        ("sys/fs/cgroup", "", "memory.max"),
-        ("sys/fs/cgroup/unified", "", "memory.max"),
-        ("sys/fs/cgroup/memory", "memory", "memory.limit_in_bytes"),
+    found = []
+    for mount, controller, names in (
+        ("sys/fs/cgroup", "", _V2),
+        ("sys/fs/cgroup/unified", "", _V2),
+        ("sys/fs/cgroup/memory", "memory", _V1),
     ):
         own = Path(groups.get(controller, "/").lstrip("/"))
-        files += [root / mount / group / name for group in (own, *own.parents) if ".." not in group.parts]
-    return files
+        found += [(root / mount / group, names) for group in (own, *own.parents) if ".." not in group.parts]
+    return found
+
+
+def _droppable(group: Path) -> int:
+    """Of a control group's use, the bytes of files that it has read, which the system drops where they are in the way.
+    Version 1 has those of the groups below under other names."""
+    numbers = _numbers(group / "memory.stat")
+    return sum(numbers.get(f"total_{name}", numbers.get(name, 0)) for name in ("active_file", "inactive_file"))
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Of lines such as "MemAvailable:   20489912 kB" or "active_file 4096"; none where there is no such file."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def memory_shortage(cell: BenchmarkCell) -> str:
-    """By formula, that a step of the cell takes more memory than a machine has on whose CPU it is to run; else ""."""
+    """By formula, that a step of the cell takes more memory than is free on a machine on whose CPU it is to run; else
+    ""."""
     what = f"a {cell.mode} of batch {cell.batch_size} and context {cell.ctx}"
     also = cell.memory_options() if isinstance(cell, HasMemoryOptions) else ""
     return shortage(cell.device, what, _peak_bytes(cell), _ranks_here(cell), also)
 
 
 def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1, also: str = "") -> str:
-    """That `what`, on `n_ranks` ranks of this machine, takes more memory in all than it has, and what would take less,
+    """That `what`, on `n_ranks` ranks of this machine, takes more memory in all than is free, and what would take less,
     among it `also`; "" on another device than the CPU, and where it fits."""
-    present = machine_memory_bytes()
-    if device != "cpu" or needed_bytes <= present:
+    memory = machine_memory()
+    if device != "cpu" or needed_bytes <= memory.free:
         return ""
     gib, fewer = f"takes {needed_bytes / GIB:.1f} GiB", ""
     if n_ranks > 1:
         gib, fewer = f"on each of {n_ranks} ranks {gib} in all", ", fewer --processes"
+    present = f"{memory.whole / GIB:.1f}"
+    if memory.free < memory.whole:
+        present = f"{memory.free / GIB:.1f} free of {present}"
+    first = "free more, or " if needed_bytes <= memory.whole else ""
     return (
-        f"{what} {gib} by formula, and this machine has {present / GIB:.1f}; take a smaller --size, --ctx or "
+        f"{what} {gib} by formula, and this machine has {present}; {first}take a smaller --size, --ctx or "
         f"--batch-size{fewer}{', ' if also else ''}{also}, or a GPU"
+    )
+
+
+def may_be_killed(device: str, needed_bytes: float) -> str:
+    """That what takes this much by formula on a CPU may take more than is free; "" where there is room."""
+    if device != "cpu" or needed_bytes <= _NEAR_SHARE * machine_memory().free:
+        return ""
+    return (
+        "A process has been seen to take more than the formula (small at context 256: 4.15 GiB, where it says 2.94), "
+        "and may be killed."
     )
 
 
@@ -118,8 +180,8 @@ def check_memory(cells: Sequence[BenchmarkCell], for_a_look: str = "") -> None:
     """Tells what a run on a CPU takes, where that is minutes or most of the memory.
 
     Raises:
-        ValueError: not one of the cells fits into the machine's memory; names the size of the smallest, and the options
-            that are given as those that fit.
+        ValueError: not one of the cells fits into the memory that is free; names the size of the smallest, and the
+            options that are given as those that fit.
     """
     if not cells:
         return
@@ -128,11 +190,13 @@ def check_memory(cells: Sequence[BenchmarkCell], for_a_look: str = "") -> None:
     check(not problem, "size", smallest.size, problem + (f". For a look: {for_a_look}" if for_a_look else ""))
     on_cpu = [cell for cell in cells if cell.device == "cpu" and not memory_shortage(cell)]
     seconds = sum((cell.warmup + cell.steps) * _step_flops(cell) for cell in on_cpu) / _flops_per_s()
-    largest, present = max(map(_peak_bytes, on_cpu), default=0), machine_memory_bytes()
-    if seconds > _WORTH_TELLING_S or largest > present / 2:
+    largest = max(map(_peak_bytes, on_cpu), default=0)
+    near = may_be_killed("cpu", largest)
+    if seconds > _WORTH_TELLING_S or near:
         tell(
-            f"On this CPU the steps take up to {largest / GIB:.1f} of {present / GIB:.1f} GiB by formula, and about "
-            f"{_in_words(seconds)} if a core does {_GFLOPS_PER_CORE:.0f} GFLOP/s. --size tiny takes seconds."
+            f"On this CPU the steps take up to {largest / GIB:.1f} of {machine_memory().free / GIB:.1f} free GiB by "
+            f"formula, and about {_in_words(seconds)} if a core does {_GFLOPS_PER_CORE:.0f} GFLOP/s. --size tiny takes "
+            f"seconds.{' ' if near else ''}{near}"
         )
     tell_if_compiled_on_cpu([cell for cell in on_cpu if cell.compile != "off"])
 

@@ -23,18 +23,18 @@ from cs336_systems.benchmarking.sharding_cells import ShardingCell, ShardingRow
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.configs import MODEL_SIZES, BenchmarkCell, named_cell
 from cs336_systems.distributed.spawn import RankFailedError
-from cs336_systems.feasibility import GIB, check_memory, machine_memory_bytes, memory_shortage, missing_here, shortage
+from cs336_systems.feasibility import GIB, Memory, check_memory, machine_memory, memory_shortage, missing_here, shortage
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import named_cells
 from cs336_systems.training.metrics import METRICS
-from cs336_systems.training.run import check_run, run_training
+from cs336_systems.training.run import check_run, run_training, tell_if_near
 from tests.training_helpers import make_config
 
 
 @pytest.fixture
 def eight_gib(monkeypatch):
-    monkeypatch.setattr(feasibility, "machine_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(feasibility, "machine_memory", lambda: Memory(8 * GIB, 8 * GIB))
 
 
 def test_what_a_cpu_lacks_is_named_with_what_runs_there():
@@ -62,8 +62,46 @@ def test_ranks_need_their_memory_each(eight_gib):
     assert memory_shortage(named_cell("medium", 128)) == ""
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    monkeypatch.setattr(feasibility, "machine_memory_bytes", lambda: gib * GIB)
+def limit(monkeypatch: pytest.MonkeyPatch, gib: float, whole_gib: float = 0.0) -> None:
+    memory = Memory(int((whole_gib or gib) * GIB), int(gib * GIB))
+    monkeypatch.setattr(feasibility, "machine_memory", lambda: memory)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "whole_gib", "said"),
+    [
+        (16.0, 23.5, "this machine has 16.0 free of 23.5; free more, or take a smaller --size, --ctx or"),
+        (16.0, 17.0, "this machine has 16.0 free of 17.0; take a smaller --size, --ctx or"),
+        (17.0, 17.0, "this machine has 17.0; take a smaller --size, --ctx or"),
+        (18.0, 23.5, ""),
+    ],
+)
+def test_what_others_hold_of_the_memory_is_not_there(monkeypatch, free_gib, whole_gib, said):
+    limit(monkeypatch, free_gib, whole_gib)
+    told = memory_shortage(named_cell("large", 256))
+    if said:
+        said = f"a train-step of batch 4 and context 256 takes 17.7 GiB by formula, and {said}"
+    assert told[: len(said) or None] == said
+
+
+@pytest.mark.parametrize(("free_gib", "is_told"), [(17.8, True), (29.4, True), (29.6, False)])  # 60% of 29.5 are 17.7
+def test_a_model_that_may_take_more_than_is_free_is_told_and_not_refused(monkeypatch, capsys, free_gib, is_told):
+    limit(monkeypatch, free_gib, 64.0)
+    monkeypatch.setattr(feasibility, "_WORTH_TELLING_S", 1e9)
+    check_memory([named_cell("large", 256)])
+    told = capsys.readouterr().err
+    assert (f"take up to 17.7 of {free_gib} free GiB by formula" in told) == is_told
+    assert ("small at context 256: 4.15 GiB, where it says 2.94), and may be killed" in told) == is_told
+
+
+def test_a_run_of_training_that_may_be_killed_is_told(monkeypatch, capsys, tmp_path):
+    custom = dict.fromkeys(("d_model", "d_ff", "num_layers", "num_heads"))
+    config = make_config(tmp_path, **custom, size="small", device="cpu")  # 1.7 GiB
+    for gib, is_told in ((2.7, True), (3.0, False)):
+        limit(monkeypatch, gib)
+        tell_if_near(config, *check_run(config)[:2])
+        told = "A train-step of batch 4 and context 8 takes 1.7 GiB in all by formula. A process has been seen to take"
+        assert capsys.readouterr().err.startswith(told) == is_told
 
 
 def on_ranks(implementation: Any, world_size: int, device: str = "cpu") -> ShardingCell:
@@ -273,7 +311,7 @@ def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, m
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     check_memory(named_cells(["small", "xl"], ctx=256))  # 15 steps of 0.78 TFLOP
     told = capsys.readouterr().err
-    assert "take up to 2.9 of 8.0 GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
+    assert "take up to 2.9 of 8.0 free GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
     check_memory(named_cells(["tiny"], ctx=16, compile="blocks"))
     assert capsys.readouterr().err.startswith("torch.compile makes C++ for a CPU")
 
@@ -331,10 +369,48 @@ V1, V2 = "memory.limit_in_bytes", "memory.max"
 )
 def test_a_control_group_has_what_those_above_it_leave(tmp_path, groups, limits, expected):
     root = write_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
-    assert machine_memory_bytes(root) == expected
+    assert machine_memory(root) == (expected, expected)
+
+
+FILES = "anon 1\nactive_file 300\ninactive_file 200\n"
+USED = {f"job/{V2}": "5000", "job/memory.current": "3000", "job/memory.stat": FILES}
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/job", USED, (5000, 2500)),  # files that were read are dropped where memory is short
+        ("0::/job", USED | {f"job/{V2}": "max"}, None),
+        ("0::/job/step", USED | {f"job/step/{V2}": "2600", "job/step/memory.current": "0"}, (2600, 2500)),
+        ("0::/job", USED | {"job/memory.current": "9000"}, (5000, 0)),
+        ("0::/job", {f"job/{V2}": "5000"}, (5000, 5000)),  # use is not told
+        (
+            "4:memory:/job",
+            {
+                f"memory/job/{V1}": "5000",
+                "memory/job/memory.usage_in_bytes": "3000",
+                "memory/job/memory.stat": f"{FILES}total_active_file 400\ntotal_inactive_file 500\n",
+            },
+            (5000, 2900),
+        ),
+    ],
+)
+def test_of_a_control_groups_limit_its_use_is_taken(tmp_path, groups, files, expected):
+    root = write_groups(tmp_path, groups, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    whole = machine_memory(tmp_path / "nothing").whole
+    assert machine_memory(root) == (expected or (whole, whole))
+
+
+def test_what_the_system_says_is_available_is_free(tmp_path):
+    meminfo = "MemTotal:        9000 kB\nMemFree:          100 kB\nMemAvailable:    5000 kB\n"
+    root = write_groups(tmp_path, "0::/job", {"proc/meminfo": meminfo})
+    assert machine_memory(root) == (machine_memory(tmp_path / "nothing").whole, 5000 * 1024)
+    write_groups(root, "0::/job", {f"sys/fs/cgroup/job/{V2}": "90000", "sys/fs/cgroup/job/memory.current": "80000"})
+    assert machine_memory(root) == (90_000, 10_000)
 
 
 def test_without_limits_there_is_the_machines_memory(tmp_path):
-    whole = machine_memory_bytes(tmp_path)
-    assert machine_memory_bytes(write_groups(tmp_path, "0::/a", {"sys/fs/cgroup/a/memory.max": "max"})) == whole
-    assert 2**28 < machine_memory_bytes() <= whole < 2**63
+    whole = machine_memory(tmp_path)
+    assert whole.free == whole.whole
+    assert machine_memory(write_groups(tmp_path, "0::/a", {"sys/fs/cgroup/a/memory.max": "max"})) == whole
+    assert 2**20 < machine_memory().free <= machine_memory().whole <= whole.whole < 2**63

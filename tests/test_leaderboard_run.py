@@ -70,7 +70,7 @@ def swept(monkeypatch):
             results.append(make_row(LeaderboardRow, cell, outcome, {}))
 
     monkeypatch.setattr(run_module, "run_rank_sweep", sweep)
-    monkeypatch.setattr(feasibility, "machine_memory_bytes", lambda: 2**50)  # for 8b on a CPU
+    monkeypatch.setattr(feasibility, "machine_memory", lambda: feasibility.Memory(2**50, 2**50))  # for 8b on a CPU
     return cells
 
 
@@ -201,7 +201,7 @@ def test_fused_kernels_need_triton(swept, monkeypatch, tmp_path, capsys):
 
 
 def test_what_does_not_fit_names_the_options_that_help(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(feasibility, "machine_memory_bytes", lambda: 24 * 2**30)
+    monkeypatch.setattr(feasibility, "machine_memory", lambda: feasibility.Memory(24 * 2**30, 24 * 2**30))
     for kept_blocks, helps in (((3,), ", fewer --kept-blocks or a smaller --memory-gib"), ((0,), "")):
         with pytest.raises(SystemExit):
             run_for_8b(tmp_path, kept_blocks=kept_blocks, implementation=("torch",))

@@ -4,7 +4,7 @@ import io
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -77,6 +77,16 @@ def test_a_killed_cell_is_measured_again_on_resume_and_others_are_not(tmp_path, 
     ]  # fmt: skip
     assert resumed[:2] == [rows[0], rows[2]]
     assert read_results(tmp_path / "bench.json", _Row)[1] == resumed
+
+
+def test_what_ran_out_of_a_cpus_memory_is_measured_again(tmp_path, monkeypatch):
+    """What is free of it depends on what else is at work."""
+    run = replace(RUN, gpu="none")
+    for status in ("oom", "ok"):
+        results = ResultsFile(tmp_path, "bench", _Row, run, resume=status == "ok")
+        monkeypatch.setattr(sweep, "run_isolated", lambda *_, status=status, **__: Outcome(status))
+        run_sweep([_Cell("large"), _Cell("small")], _measure, results)
+        assert [(row.name, row.status) for row in results.rows] == [("large", status), ("small", status)]
 
 
 def test_a_mistake_ends_the_sweep_after_the_rows_before_it_are_on_disk(tmp_path):

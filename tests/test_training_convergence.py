@@ -11,12 +11,14 @@ from concurrent import futures
 
 import pytest
 
+from cs336_systems import feasibility
 from cs336_systems.benchmarking import convergence
 from cs336_systems.benchmarking.convergence import VARIANTS, run_convergence
 from cs336_systems.benchmarking.convergence_report import ConvergenceRow, convergence_table, summarize
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import NotWritten, read_results
+from cs336_systems.training import run
 from cs336_systems.training.checkpoints import checkpoint_path, list_checkpoints
 from cs336_systems.training.config import TrainArguments, TrainConfig
 from cs336_systems.training.metrics import METRICS, read_metrics
@@ -90,6 +92,18 @@ def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypat
     resumed = _run(tmp_path, variant=("ddp", "fp32"), seed=(0,), resume=True)  # it is tried again, the other kept
     assert [(row.variant, row.status) for row in resumed] == [("fp32", "ok"), ("ddp", "ok")]
     assert resumed[0] == rows[1]
+
+
+def test_a_run_for_which_memory_is_too_full_is_tried_again_and_the_others_go_on(tmp_path, monkeypatch):
+    rows = _run(tmp_path, variant=("ddp",), seed=(0,))
+    monkeypatch.setattr(feasibility, "machine_memory", lambda: feasibility.Memory(2**50, 10 * 2**20))
+    monkeypatch.setattr(run, "ranks_bytes", lambda config, peak, n_ranks: n_ranks * 8 * 2**20)
+    assert _run(tmp_path, variant=("fp32", "ddp"), seed=(0,), resume=True)[0] == rows[0]  # ddp would not fit now
+    with pytest.raises(SystemExit, match="1"):  # nothing was measured
+        _run(tmp_path / "other", variant=("ddp",), seed=(0,))
+    (row,) = read_results(tmp_path / "other" / "runs" / "convergence.json", ConvergenceRow)[1]
+    assert row.status == "oom"
+    assert row.reason.startswith("size='custom': a train-step of batch 2")
 
 
 def test_a_run_that_had_ended_without_its_row_gets_it(tmp_path, capsys):

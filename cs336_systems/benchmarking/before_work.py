@@ -28,11 +28,11 @@ def _missing(cells: Sequence[BenchmarkCell]) -> dict[BenchmarkCell, str]:
 
 
 def check_models(cells: Sequence[Any]) -> None:
-    """Raises ValueError, naming the parameter, where no model of the cells fits into the machine's memory."""
+    """Raises ValueError, naming the parameter, where no model of the cells fits into the memory that is free."""
     check_memory([cell for cell in cells if isinstance(cell, BenchmarkCell)])
 
 
 def does_not_fit(cell: Any) -> Outcome | None:
-    """What becomes of a cell that takes more memory than the machine has by formula; None for others."""
+    """What becomes of a cell that takes more memory than is free by formula; None for others."""
     shortage = memory_shortage(cell) if isinstance(cell, BenchmarkCell) else ""
     return Outcome("oom", reason=shortage) if shortage else None

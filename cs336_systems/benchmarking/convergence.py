@@ -32,6 +32,7 @@ from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check, check_choice
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
+from cs336_systems.feasibility import TooLittleMemory
 from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
 from cs336_systems.signals import signals_waiting
@@ -39,7 +40,7 @@ from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
 from cs336_systems.training.loop import Summary, train_rank
 from cs336_systems.training.metrics import METRICS, read_metrics
-from cs336_systems.training.run import check_run
+from cs336_systems.training.run import check_run, check_same_run, tell_if_near
 
 # What differs from the base run, which is fp32 with plain attention on one device.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -117,7 +118,7 @@ def run_convergence(
         results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
         for row in results.rows:  # kept ones stand in one table with what is to come
             if row.variant in VARIANTS and row.status != "unsupported":
-                check_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True))
+                check_same_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True), tokens)
 
     def sweep() -> None:
         runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)
@@ -211,12 +212,14 @@ def _train(
         config = _config(base, run.variant, run.seed, processes, out, resume=False)
         _, world_size, _ = check_run(config)
     except ValueError as error:
-        return ConvergenceRow(**row, status="unsupported", reason=str(error))
+        status = "oom" if isinstance(error, TooLittleMemory) else "unsupported"
+        return ConvergenceRow(**row, status=status, reason=str(error))
     if resume:
         config = dataclasses.replace(config, resume=True)
         with refusing_bad_input():  # another run than the one that is there
             check_run(config)
     print(run, file=sys.stderr)
+    tell_if_near(config, config.device, world_size)
     arguments = (config, tokens, config.device, provenance)
     if config.parallel == "none":
         outcome = run_isolated(train_rank, None, *arguments)

@@ -39,7 +39,8 @@ def run_sweep(
         measure: a top-level function `measure(cell) -> dict` of the row's results, run in a process of its own. A
             "status" and a "reason" among them are the row's: a measurement may know what it ran out of memory for.
         results: its `row_type` has the cell's fields, `status`, `reason`, and the results (None where there is none).
-            Out of memory is a result, so such a row is not measured again; one whose process was killed is.
+            Out of memory is a result, so such a row is not measured again, but on a CPU, where it depends on what else
+            the machine holds; nor is any other but one whose process was killed.
         label: what the progress bar calls a cell.
         complete: called as `complete(cell, measured)` in this process; returns the row's results.
         known: what becomes of a cell, where that can be said without measuring it.
@@ -61,10 +62,10 @@ def run_sweep(
 
 
 def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any], str] = str) -> list[Any]:
-    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, or of
-    a model that could not run there (the environment, or what is installed, lets it now, or it would be `Impossible`).
-    Such rows are taken out, here and in the file. Whatever else became of a cell, it stays as it is. A cell that is
-    there twice is one. Those that are `Impossible` get their rows here.
+    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, of what
+    a CPU's memory was too full for, or of a model that could not run there (the environment, or what is installed, lets
+    it now, or it would be `Impossible`). Such rows are taken out, here and in the file. Whatever else became of a cell,
+    it stays as it is. A cell that is there twice is one. Those that are `Impossible` get their rows here.
 
     Tells where there are none, so that a resumed run does not end without a word of why; where there are, `results`
     knows what it is asked for, so that a run that is stopped ends with a word of what is left (into_files.py).
@@ -73,8 +74,10 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
     _add_impossible(cells, results)
     cells = possible(cells)
 
+    on_cpu = results.runs[-1].gpu == "none"
+
     def is_tried_again(row: Any) -> bool:
-        return any(row.status in _may_pass(cell) and is_row_of(row, cell) for cell in cells)
+        return any(row.status in _may_pass(cell, on_cpu) and is_row_of(row, cell) for cell in cells)
 
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
@@ -85,8 +88,9 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
     return left
 
 
-def _may_pass(cell: Any) -> tuple[str, ...]:
-    return ("killed", "unsupported") if isinstance(cell, BenchmarkCell) else ("killed",)
+def _may_pass(cell: Any, on_cpu: bool) -> tuple[str, ...]:
+    """The statuses of a cell's row that another run may not give again."""
+    return ("killed", *("oom",) * on_cpu, *("unsupported",) * isinstance(cell, BenchmarkCell))
 
 
 def _add_impossible(cells: Sequence[Any], results: ResultsFile) -> None:

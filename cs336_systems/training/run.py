@@ -12,7 +12,7 @@ from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
-from cs336_systems.feasibility import ranks_bytes, ranks_here, shortage
+from cs336_systems.feasibility import GIB, TooLittleMemory, may_be_killed, ranks_bytes, ranks_here, shortage
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
 from cs336_systems.records import check_writable, lock_folder
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
@@ -37,6 +37,8 @@ def run_training(command: str, config: TrainConfig) -> Summary:
             check_writable(config.out)
             lock_folder(config.out)
         device, world_size, tokens = check_run(config)
+    if launched_rank() in (None, 0):
+        tell_if_near(config, device, world_size)
     arguments = (config, tokens, device, collect_provenance(command, device))
     try:
         if config.parallel == "none":
@@ -84,6 +86,7 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
 
     Raises:
         ValueError: something that the config asks for is not here, or does not fit the rest (naming it).
+        TooLittleMemory: it takes more memory than is free.
     """
     device = _resolve_device(config.device)
     check(
@@ -99,15 +102,14 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
     check(missing is None, "attention", config.attention, str(missing))
     missing = why_kernels_not(config.kernels, device)
     check(missing is None, "kernels", config.kernels, str(missing))
-    _check_memory(config, device, world_size)
+    what, needed_bytes, n_ranks = _memory(config, world_size)
+    if problem := shortage(device, what, needed_bytes, n_ranks):
+        raise TooLittleMemory(f"size={config.size!r}: {problem}")
     check_writable(config.out)
     vocab_size = config.model_config().vocab_size
     tokens = prepare_tokens(config.data, config.token_dtype, vocab_size, config.ctx, config.validation_share)
-    checkpoint = load_newest(config.out)[0] if config.resume else None
-    if checkpoint is not None:
-        _check_same_run(checkpoint, config, tokens)
-    if config.resume and (config.out / METRICS).exists():
-        read_metrics(config.out / METRICS)  # a damaged line is named now, and not when the run has ended
+    if config.resume:
+        check_same_run(config, tokens)
     return device, world_size, tokens
 
 
@@ -144,18 +146,34 @@ def _world_size(config: TrainConfig, device: str) -> int:
     return world_size
 
 
-def _check_memory(config: TrainConfig, device: str, world_size: int) -> None:
-    """Raises ValueError where a step, or the checkpoint at the end, takes more memory than this machine has."""
+def _memory(config: TrainConfig, world_size: int) -> tuple[str, int, int]:
+    """What takes the most memory of a step and the checkpoint at the end, how many bytes of it, and on how many ranks
+    of this machine."""
     n_ranks, memory = ranks_here(world_size), config.rank_memory(world_size)
     step = ranks_bytes(config.model_config(), memory.peak, n_ranks)
     lasting = n_ranks * (memory.parameters + memory.gradients + memory.optimizer_state)
     saving = lasting + config.gathered_bytes() if n_ranks == world_size else 0  # of several nodes, one has rank 0
     what = f"a train-step of batch {config.batch_size // world_size} and context {config.ctx}"
-    problem = shortage(device, what if step >= saving else f"saving after {what}", max(step, saving), n_ranks)
-    check(not problem, "size", config.size, problem)
+    return what if step >= saving else f"saving after {what}", max(step, saving), n_ranks
 
 
-def _check_same_run(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile) -> None:
+def tell_if_near(config: TrainConfig, device: str, world_size: int) -> None:
+    """Tells of a run on a CPU that it may take more memory than is free."""
+    what, needed_bytes, _ = _memory(config, world_size)
+    if near := may_be_killed(device, needed_bytes):
+        tell(f"{what[0].upper()}{what[1:]} takes {needed_bytes / GIB:.1f} GiB in all by formula. {near}")
+
+
+def check_same_run(config: TrainConfig, tokens: TokenFile) -> None:
+    """Raises ValueError where what there is under `config.out` is damaged, or of another run."""
+    checkpoint = load_newest(config.out)[0]
+    if checkpoint is not None:
+        _check_same(checkpoint, config, tokens)
+    if (config.out / METRICS).exists():
+        read_metrics(config.out / METRICS)  # a damaged line is named now, and not when the run has ended
+
+
+def _check_same(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile) -> None:
     begun, now = checkpoint.config, plain_config(config)
     for name in now:
         if name not in FREE_ON_RESUME and begun.get(name) != now[name]:
