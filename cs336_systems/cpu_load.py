@@ -1,11 +1,12 @@
-"""How much of this machine's CPU others use as a run is about to time its own work there: looked at, told, recorded.
+"""How much of this machine's CPU others use as a run begins to time its own work there, and as it ends: looked at,
+told, recorded.
 
 A run's threads wait for one another, so that a step takes as long as on the core that others use most. A training step
 of `tiny` (batch 4, context 128) on two threads and two cores, beside another process that kept a core busy for 0.2,
 0.3, 0.5 and all of its time, took 1.1, 1.25, 1.5 and 2.0 times as long (the median); beside two such processes 3
 times, beside four 6.6 times. On one thread, which leaves the other core to others, it took no longer beside one, and
 1.3 times as long beside two. So what counts is what others use beyond the cores that the run leaves free. The load
-average cannot tell that: it is of the last minute, and blames a run's own predecessor.
+average cannot tell that: it is of the last minute, and blames a run's own predecessor, or the run itself as it ends.
 """
 
 from __future__ import annotations
@@ -28,23 +29,26 @@ _NOTICEABLE_CORES = 0.25
 _NOTICEABLE_LOAD_PER_CORE = 1.5
 
 
-def with_cpu_load(provenance: Provenance, n_threads: int, advice: str = "") -> Provenance:
-    """The provenance with what others take of the CPU, told on standard error with the `advice`, if times there will be
-    longer for it; else as it was.
+def with_cpu_load(provenance: Provenance, n_threads: int, advice: str = "", is_end: bool = False) -> Provenance:
+    """The provenance with what others take of the CPU, told on standard error with the `advice`, if times there are
+    longer for it, and it is more than was known; else as it was.
 
     Call it when nothing of the run's own is at work, as it takes all that is for others'. It sleeps for 0.3 s.
 
     Args:
         provenance: of a run on a CPU.
-        n_threads: how many threads will be timed at once, in all processes together.
+        n_threads: how many threads are timed at once, in all processes together.
+        is_end: the run has been timed.
     """
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     before = _read(_STAT)
     if before:
         time.sleep(_LOOK_S)
     taken = cores_taken(before, _read(_STAT), cores)
-    load = os.getloadavg()[0] if taken is None and hasattr(os, "getloadavg") else 0.0
+    load = os.getloadavg()[0] if taken is None and not is_end and hasattr(os, "getloadavg") else 0.0
     if taken is not None and taken > max(0, len(cores) - n_threads) + _NOTICEABLE_CORES:
+        if round(taken, 1) <= (provenance.busy_cores or 0.0):
+            return provenance
         provenance = replace(provenance, busy_cores=round(taken, 1))
         what = f"others use {taken:.1f} of its {len(cores)} cores"
     elif load > _NOTICEABLE_LOAD_PER_CORE * len(cores):
@@ -52,7 +56,8 @@ def with_cpu_load(provenance: Provenance, n_threads: int, advice: str = "") -> P
         what = f"load {load:.1f}, cores {len(cores)}"
     else:
         return provenance
-    tell(f"This machine is busy ({what}): times on its CPU will be too long, though their spread may be small.{advice}")
+    when = "is busy as the run ends" if is_end else "is busy"
+    tell(f"This machine {when} ({what}): times on its CPU are too long, though their spread may be small.{advice}")
     return provenance
 
 

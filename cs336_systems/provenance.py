@@ -32,8 +32,8 @@ class Provenance:
     cpu: str
     cpu_count: int
     git_commit: str  # with "+changes" behind it if the work tree differs from the commit
-    # What others took of a CPU as its measuring began, if times are longer for it (cpu_load.py): so many cores; or the
-    # load average, where the system tells no more.
+    # What others took of a CPU as its measuring began or ended, if times are longer for it (cpu_load.py): so many
+    # cores; or the load average as it began, where the system tells no more.
     busy_cores: float | None = None
     busy_load: float | None = None
 
@@ -42,7 +42,7 @@ class Provenance:
         if self.gpu == "none":
             busy = "" if self.busy_load is None else f", busy as it began: load {self.busy_load:.1f}"
             if self.busy_cores is not None:
-                busy = f", of which others used {self.busy_cores:.1f} as it began"
+                busy = f", of which others used {self.busy_cores:.1f} as it began or ended"
             hardware = f"{self.cpu} ({self.cpu_count} cores{busy})"
         else:
             hardware = f"{self.gpu_count} × {self.gpu} ({self.gpu_memory_gib:.0f} GiB, driver {self.driver})"

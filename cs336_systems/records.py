@@ -69,6 +69,8 @@ class ResultsFile(Generic[Row]):
     moved to a folder of their own, never overwritten.
 
     Attributes:
+        look: what others use of the machine is looked at by it, as a run that is timed begins and ends: None, or called
+            with the run's provenance, and with `is_end`, for the provenance with that.
         lock: held while rows are added; a thread that writes tables of the last rows holds it.
         asked: the cells that this run is to leave rows of, and what a person calls each.
 
@@ -78,8 +80,15 @@ class ResultsFile(Generic[Row]):
     """
 
     def __init__(
-        self, directory: str | Path, name: str, row_type: type[Row], provenance: Provenance, resume: bool = False
+        self,
+        directory: str | Path,
+        name: str,
+        row_type: type[Row],
+        provenance: Provenance,
+        resume: bool = False,
+        look: Callable[..., Provenance] | None = None,
     ) -> None:
+        self.look = look
         self.directory = Path(directory)
         self.path = self.directory / f"{name}.json"
         self.row_type = row_type
@@ -112,6 +121,19 @@ class ResultsFile(Generic[Row]):
         with signals_waiting(), self.lock:  # cut in two, they would leave tables that lack a row of the file
             self._write(after, run_of_row)
             self.rows, self._run_of_row = after, run_of_row
+
+    def timing_begins(self) -> None:
+        """Looks at the machine, while nothing of the run's own is at work yet."""
+        if self.look is not None:
+            self.runs[-1] = self.look(self.runs[-1], is_end=False)
+
+    def timing_ends(self) -> None:
+        """Looks again, when nothing of the run's own is at work any more. Raises NotWritten if that can't be kept."""
+        if self.look is not None:
+            run = self.look(self.runs[-1], is_end=True)
+            if run != self.runs[-1]:
+                self.runs[-1] = run
+                self.replace([], lambda _: False)
 
     def left(self) -> list[str]:
         """What a person calls the cells `asked` for that have no row yet."""

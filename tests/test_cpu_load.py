@@ -61,7 +61,7 @@ def test_readings_that_do_not_say(before, after):
     assert cores_taken(before, after, {0, 1}) is None
 
 
-def _look(monkeypatch, tmp_path, after, n_threads, load=99.0):
+def _look(monkeypatch, tmp_path, after, n_threads, load=99.0, run=RUN, **when):
     """Two cores, and an interval in which the file comes to read as `after`."""
     stat, slept = tmp_path / "stat", []
 
@@ -75,7 +75,7 @@ def _look(monkeypatch, tmp_path, after, n_threads, load=99.0):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     monkeypatch.setattr(time, "sleep", sleep)
-    run = with_cpu_load(RUN, n_threads, " Advice.")
+    run = with_cpu_load(run, n_threads, " Advice.", **when)
     assert slept == ([] if after is None else [0.3])
     return run
 
@@ -90,9 +90,26 @@ def test_what_others_use_is_told_where_the_runs_threads_wait_for_it(
     """30 ticks on each core; one thread leaves the other core to others."""
     after = _after((busy_ticks, 0, 0, 30 - busy_ticks, 0, 0, 0, 0, 0, 0), IDLE)
     assert _look(monkeypatch, tmp_path, after, n_threads) == replace(RUN, busy_cores=recorded)
-    told = f"This machine is busy (others use {recorded} of its 2 cores): times on its CPU will be too long, "
+    told = f"This machine is busy (others use {recorded} of its 2 cores): times on its CPU are too long, "
     told += "though their spread may be small. Advice.\n"
     assert capsys.readouterr().err == ("" if recorded is None else told)
+
+
+@pytest.mark.parametrize(
+    ("known", "busy_ticks", "recorded"),
+    [(None, 7, None), (None, 30, 1.0), (0.5, 30, 1.0), (0.5, 9, 0.5), (1.0, 30, 1.0), (1.0, 0, 1.0)],
+)
+def test_the_larger_of_both_looks_is_recorded_and_told_once(monkeypatch, tmp_path, capsys, known, busy_ticks, recorded):
+    after = _after((busy_ticks, 0, 0, 30 - busy_ticks, 0, 0, 0, 0, 0, 0), IDLE)
+    begun = replace(RUN, busy_cores=known)
+    assert _look(monkeypatch, tmp_path, after, 2, run=begun, is_end=True) == replace(RUN, busy_cores=recorded)
+    told = f"This machine is busy as the run ends (others use {recorded} of its 2 cores): times"
+    assert capsys.readouterr().err.startswith(told) == (recorded != known)
+
+
+def test_a_load_average_that_is_the_runs_own_is_not_told(monkeypatch, tmp_path, capsys):
+    assert _look(monkeypatch, tmp_path, None, 2, load=99.0, is_end=True) == RUN
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("after", [None, BEFORE])

@@ -92,7 +92,7 @@ def test_without_arguments_a_cpu_gets_less(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if device == "cuda" else 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     for place in (into_files, rank_sweep, convergence, run_mixed_precision):
-        monkeypatch.setattr(place, "resolve_device", lambda *_, **__: (device, RUN))
+        monkeypatch.setattr(place, "resolve_device", lambda *_, **__: (device, RUN, None))
     monkeypatch.setattr(convergence, "check_run", lambda config: (device, 1, None))
     monkeypatch.setattr(before_work, "run_isolated", lambda *_: Outcome("ok"))
     monkeypatch.setattr(rank_sweep, "start_fork_server", lambda *_: None)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -155,23 +155,49 @@ def test_that_nobody_reads_on_stops_nothing(monkeypatch, stream):
 def test_a_cpu_is_looked_at_where_it_is_timed(monkeypatch, device, is_timed):
     looked = []
     monkeypatch.setattr(into_files, "run_isolated", lambda *_: Outcome("ok", (found, RUN, ["cpu", "cuda"], 3)))
-    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, *rest: (looked.append(rest), run)[1])
+    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, **rest: (looked.append(rest), run)[1])
     found = "cuda" if device == "auto" else device
     for n_threads in (None, 2):
-        assert resolve_device(device, "command", is_timed=is_timed, n_threads=n_threads) == (found, RUN)
+        *resolved, look = resolve_device(device, "command", is_timed=is_timed, n_threads=n_threads)
+        assert resolved == [found, RUN]
+        if look is not None:
+            look(RUN, is_end=True)
     advice = " OMP_NUM_THREADS=1 suffers least."
-    assert looked == ([(3, advice), (2, "")] if found == "cpu" and is_timed else [])
+    looks = [{"n_threads": 3, "advice": advice, "is_end": True}, {"n_threads": 2, "advice": "", "is_end": True}]
+    assert looked == (looks if found == "cpu" and is_timed else [])
+
+
+@pytest.mark.parametrize("ending", [None, KeyboardInterrupt(), RuntimeError("a mistake")])
+def test_the_machine_is_looked_at_before_and_after_what_is_timed(tmp_path, ending):
+    done = []
+
+    def look(run, is_end):
+        done.append("after" if is_end else "before")
+        return replace(run, busy_cores=1.5 if is_end else run.busy_cores)
+
+    def sweep():
+        results.append(_Row(1))
+        done.append("timed")
+        if ending is not None:
+            raise ending
+
+    results = ResultsFile(tmp_path, "rows", _Row, RUN, look=look)
+    with nullcontext() if ending is None else pytest.raises((SystemExit, RuntimeError)):
+        sweep_into_files(results, sweep, _write)
+    assert done == ["before", "timed", "after"]
+    runs, rows, run_of_row = read_results(results.path, _Row)
+    assert (runs, rows, run_of_row) == ([replace(RUN, busy_cores=1.5)], [_Row(1)], [0])
 
 
 @pytest.mark.parametrize("script", ["saved_tensors", "profile_memory"])
 def test_what_times_nothing_does_not_look_at_the_cpus_load(monkeypatch, run_script, tmp_path, script):
     asked = []
-    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, *_: (asked.append(run), run)[1])
+    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, **_: (asked.append(run), run)[1])
     small = ("--size", "tiny", "--ctx", 8, "--batch-size", 1, "--precision", "fp32", "--device", "cpu")
     assert run_script(script, *small, "--out", tmp_path)[0] == 0
     assert asked == []
     assert run_script("benchmark", *small, "--warmup", 0, "--steps", 1, "--out", tmp_path)[0] == 0
-    assert len(asked) == 1
+    assert len(asked) == 2
 
 
 def test_two_threads_that_finish_do_not_write_at_once(results):

@@ -69,7 +69,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     instead = Ranks()
     monkeypatch.setattr(rank_sweep, "run_ranks", instead)
-    monkeypatch.setattr(rank_sweep, "resolve_device", lambda device, command, **_: (device, _PROVENANCE))
+    monkeypatch.setattr(rank_sweep, "resolve_device", lambda device, command, **_: (device, _PROVENANCE, None))
 
     def save(figure: Any, path: Path) -> None:  # pictures take most of the time; each benchmark's tests draw them
         plt.close(figure)

@@ -220,7 +220,7 @@ def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkey
     ("busy", "said"),
     [
         ({}, "(4 cores); "),
-        ({"busy_cores": 1.5}, "(4 cores, of which others used 1.5 as it began); "),
+        ({"busy_cores": 1.5}, "(4 cores, of which others used 1.5 as it began or ended); "),
         ({"busy_load": 6.1}, "(4 cores, busy as it began: load 6.1); "),
     ],
 )

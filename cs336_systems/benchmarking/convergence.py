@@ -110,12 +110,12 @@ def run_convergence(
         for value in seed or ():
             check(0 <= value < 2**63, "seed", value, "must be 0 or more, and less than 2**63")
         check_writable(out)
-        device, provenance = resolve_device(device, command)
+        device, provenance, look = resolve_device(device, command)
         base = fill_in({**base, "variant": variant, "seed": seed}, _DEFAULTS, device)
         variants, seeds = base.pop("variant"), base.pop("seed")
         base_config = TrainConfig(**base, device=device, out=out)
         _, _, tokens = check_run(base_config)
-        results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume)
+        results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume, look)
         for row in results.rows:  # kept ones stand in one table with what is to come
             if row.variant in VARIANTS and row.status != "unsupported":
                 check_same_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True), tokens)
@@ -127,7 +127,7 @@ def run_convergence(
             try:
                 with signals_waiting():  # or one that has begun would not be known here, and nobody would end it
                     for run in runs:
-                        begun = pool.submit(_train, base_config, run, processes, out, resume, tokens, provenance)
+                        begun = pool.submit(_train, base_config, run, processes, out, resume, tokens, results.runs[-1])
                         futures[begun] = run
                 for future in futures:
                     results.append(future.result())

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cs336_systems.records import NotWritten, ResultsFile, check_writable
 from cs336_systems.signals import answer
 from cs336_systems.sweep_cells import possible
 
+Look = Callable[..., Provenance]
 _MOST_LISTED = 5
 
 
@@ -50,10 +52,10 @@ def measure_into_files(
     with refusing_bad_input():
         make_cells("cuda" if device == "auto" else device)
         check_writable(out)
-        device, provenance = resolve_device(device, command, is_timed=is_timed)
+        device, provenance, look = resolve_device(device, command, is_timed=is_timed)
         cells = without_missing(make_cells(device))
         check_cells(possible(cells))
-        results = ResultsFile(out, name, row_type, provenance, resume=resume)
+        results = ResultsFile(out, name, row_type, provenance, resume, look)
     sweep_into_files(results, lambda: sweep(cells, results), write_files)
     if must_measure:
         check_any_measured(results)
@@ -64,6 +66,7 @@ def sweep_into_files(
     results: ResultsFile, sweep: Callable[[], None], write_files: Callable[[ResultsFile], str]
 ) -> None:
     """Calls `sweep()`, which adds rows to `results`; then, whatever ended it, writes the files and prints their text.
+    What others use of a CPU that is timed is looked at before and after.
 
     Raises:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM (as cli.py answers it), 1 where a file could not be written,
@@ -73,6 +76,7 @@ def sweep_into_files(
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with _explaining(NotWritten, results, told):
+            results.timing_begins()
             sweep()
     except (KeyboardInterrupt, SystemExit) as error:
         is_sigterm = isinstance(error, SystemExit)
@@ -106,6 +110,7 @@ def finish_files(
     with results.lock:  # a launched rank may be finishing in another thread, which would write to the same files
         if results.rows:
             with _explaining(OSError, results, [] if told is None else told):  # all that happens here is writing
+                results.timing_ends()
                 text = write_files(results)
             show(text)
             tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
@@ -149,11 +154,13 @@ def _explaining(error_type: type[OSError], results: ResultsFile, told: list[str]
 
 def resolve_device(
     device: str, command: str, *, is_timed: bool = True, n_threads: int | None = None
-) -> tuple[str, Provenance]:
-    """What `device` stands for on this machine ("auto": a GPU if there is one), and the run's provenance.
+) -> tuple[str, Provenance, Look | None]:
+    """What `device` stands for on this machine ("auto": a GPU if there is one), the run's provenance, and what a
+    `ResultsFile` looks by at what others take of it, where a CPU is to be timed (`is_timed`), by `n_threads` threads at
+    once (None: as many as torch takes by itself).
 
-    Asked in a process of its own, so that this one never opens the card. Where a CPU is to be timed (`is_timed`), by
-    `n_threads` threads at once (None: as many as torch takes by itself), what others take of it is told and recorded.
+    Asked in a process of its own, so that this one never opens the card; and behind which the fork server has imported
+    torch, so that nothing of the run's own is at work.
 
     Raises ValueError where there is no such device.
     """
@@ -163,10 +170,11 @@ def resolve_device(
     check(outcome.status == "ok", "device", device, f"cannot be looked at ({outcome.reason})")
     resolved, provenance, available, torch_threads = outcome.value
     check(resolved in available, "device", device, f"is not on this machine; it has {', '.join(available)}")
-    if resolved == "cpu" and is_timed:  # only now: the fork server has imported torch, and nothing of ours is at work
-        advice = " OMP_NUM_THREADS=1 suffers least." if n_threads is None and torch_threads > 1 else ""
-        provenance = with_cpu_load(provenance, torch_threads if n_threads is None else n_threads, advice)
-    return resolved, provenance
+    if resolved != "cpu" or not is_timed:
+        return resolved, provenance, None
+    advice = " OMP_NUM_THREADS=1 suffers least." if n_threads is None and torch_threads > 1 else ""
+    n_threads = torch_threads if n_threads is None else n_threads
+    return resolved, provenance, partial(with_cpu_load, n_threads=n_threads, advice=advice)
 
 
 def _probe(device: str, command: str) -> tuple[str, Provenance, list[str], int]:

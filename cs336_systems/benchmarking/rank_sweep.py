@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.into_files import resolve_device
+from cs336_systems.benchmarking.into_files import Look, resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
 from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
 from cs336_systems.configs import check, named_shape
@@ -185,10 +185,10 @@ def open_results(
     command: str,
     device: str,
     resume: bool = False,
-    provenance: Provenance | None = None,
+    beside: ResultsFile | None = None,
 ) -> ResultsFile | None:
-    """The file for the rows; None on the ranks other than 0 of a launched job. `provenance` is the run's, where another
-    of its files has it already.
+    """The file for the rows; None on the ranks other than 0 of a launched job. `beside` is another of the run's files,
+    where there is one already.
 
     Raises:
         ValueError: `out` cannot be written to, or has rows to go on from that do not fit.
@@ -196,14 +196,15 @@ def open_results(
     if launched_rank() not in (None, 0):
         return None
     check_writable(out)
-    return ResultsFile(out, name, row_type, provenance or _run_here(command, device), resume=resume)
+    run, look = (beside.runs[-1], beside.look) if beside is not None else _run_here(command, device)
+    return ResultsFile(out, name, row_type, run, resume, look)
 
 
-def _run_here(command: str, device: str) -> Provenance:
+def _run_here(command: str, device: str) -> tuple[Provenance, Look | None]:
     if launched_rank() is not None:
-        return collect_provenance(command, device)  # nor is the CPU's load looked at: the other ranks are at work
+        return collect_provenance(command, device), None  # others' load is not looked at: the other ranks are at work
     # A process that starts ranks must leave the cards to them: it asks another one. Ranks on a CPU share all its cores.
-    return resolve_device(device, command, n_threads=os.cpu_count())[1]
+    return resolve_device(device, command, n_threads=os.cpu_count())[1:]
 
 
 def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:

@@ -31,7 +31,6 @@ from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, GroupOptions
-from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile
 
 
@@ -79,10 +78,10 @@ def run_all_reduce_benchmark(
 
 
 def open_all_reduce(
-    out: Path, command: str, device: str, resume: bool, provenance: Provenance | None = None
+    out: Path, command: str, device: str, resume: bool, beside: ResultsFile | None = None
 ) -> tuple[ResultsFile[AllReduceRow] | None, ResultsFile[AllReduceFit] | None]:
     """The files for the rows and for the lines through them (`open_results`)."""
-    rows = open_results(out, "all_reduce", AllReduceRow, command, device, resume, provenance)
+    rows = open_results(out, "all_reduce", AllReduceRow, command, device, resume, beside)
     fits = ResultsFile(out, "all_reduce_fit", AllReduceFit, rows.runs[-1], resume=resume) if rows is not None else None
     return rows, fits
 
@@ -94,6 +93,7 @@ def write_all_reduce_files(results: ResultsFile[AllReduceRow], fits: ResultsFile
     tables = [results.write_tables(ROW_COLUMNS, f"{note}\n\n{reasons}" if reasons else note)]
     found = fit_rows(results.rows)
     if fits is not None and found:
+        fits.runs[-1] = results.runs[-1]  # which has by now what others used of the CPU
         fits.replace(found, lambda _: True)  # a resumed run's are of fewer rows
         tables.append(fits.write_tables(FIT_COLUMNS, "Fit of time = o + bytes / w to the medians, by relative errors."))
     plot_all_reduce(results.rows, found, results.directory / "all_reduce.png")

@@ -99,8 +99,7 @@ def run_data_parallel_benchmark(
         check_memory(possible(cells))
         results = open_results(out, "ddp", DataParallelRow, command, device, resume)
         check_same_workload(results, possible(cells), (*VARIED, "bucket_size_mb", "comm_dtype"))
-        run = results.runs[-1] if results is not None else None
-        all_reduces, fits = open_all_reduce(out, command, device, resume, run)
+        all_reduces, fits = open_all_reduce(out, command, device, resume, results)
         timelines = ByLabel(out / "ddp_timelines.json", resume)
     sizes_mb = ALL_REDUCE_SIZES_MB[device]
     if results is not None:

@@ -65,12 +65,13 @@ def run_mixed_precision(
             check(values != (), flag, "", "needs at least one value")
         _cells("cuda" if device == "auto" else device, parameters)
         check_writable(out)
-        device, provenance = resolve_device(device, command, is_timed="benchmark" in part)
+        device, provenance, look = resolve_device(device, command, is_timed="benchmark" in part)
         cells = _cells(device, parameters)
         if "benchmark" in part:
             cells = without_missing(cells)
             check_models(possible(cells))
-        results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume) if "benchmark" in part else None
+        benchmark = "benchmark", PrecisionRow, provenance, resume, look
+        results = ResultsFile(out, *benchmark) if "benchmark" in part else None
     if "accumulation" in part:
         _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)
     if "dtypes" in part:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,16 @@ def run_kernels(
         check_memory([cell])
         row = benchmark_row(benchmark, cell)
         provenance = collect_provenance(command, device)
-        if device == "cpu":
-            provenance = with_cpu_load(provenance, torch.get_num_threads())
-        results = ResultsFile(out, "steps", StepRow, provenance)
+        look = partial(with_cpu_load, n_threads=torch.get_num_threads()) if device == "cpu" else None
+        results = ResultsFile(out, "steps", StepRow, provenance, look=look)
+    results.timing_begins()
     name = cell_name(cell)
     try:
         recorded = profile_workload(Workload(cell))
     except torch.OutOfMemoryError as error:
         print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(1) from None
+    results.timing_ends()
     analysis = analyze(read_torch_trace(recorded, name), row)
     show(write_analyses({name: analysis}, [], results, top))
     with gzip.open(out / f"{name}.json.gz", "wt", encoding="utf-8") as file:
