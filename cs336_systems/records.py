@@ -147,13 +147,17 @@ class ResultsFile(Generic[Row]):
         """The runs that have rows, in order."""
         return [run for index, run in enumerate(self.runs) if index in set(self._run_of_row)]
 
+    def measured(self) -> list[str]:
+        """A line for each of them that says where its rows are from, e.g. under a table."""
+        return [f"Measured: {run.summary()}" for run in self.used_runs()]
+
     def write_tables(self, columns: Mapping[str, str] | None = None, note: str = "") -> str:
         """Writes CSV (every column), Markdown and LaTeX (`columns`: field to heading) and returns the Markdown."""
         if not self.rows:
             return ""
         frame = to_frame(self.rows)
         shown = to_frame(self.rows, columns)
-        provenance = [f"Measured: {run.summary()}" for run in self.used_runs()]
+        provenance = self.measured()
         markdown = "\n\n".join([to_markdown(self.rows, columns), *([note] if note else []), *provenance]) + "\n"
         latex = "\n".join(f"% {line}" for line in provenance) + "\n"
         latex += shown.to_latex(index=False, escape=True, na_rep="--")

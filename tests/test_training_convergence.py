@@ -49,10 +49,10 @@ def test_each_variant_and_seed_is_trained_once(tmp_path, capsys):
     for seed in (0, 1):
         assert losses["ddp", seed] == pytest.approx(losses["fp32", seed], rel=1e-4)
     assert losses["fp32", 0] != losses["fp32", 1]
-    assert (
-        "- tf32, seed 0; tf32, seed 1: unsupported. precision='tf32': is a mode of NVIDIA's tensor cores"
-        in capsys.readouterr().out
-    )
+    shown = capsys.readouterr().out
+    assert "- tf32, seed 0; tf32, seed 1: unsupported. precision='tf32': is a mode of NVIDIA's tensor cores" in shown
+    (run,) = read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[0]
+    assert shown.endswith(f"\n\nMeasured: {run.summary()}\n")
     assert (tmp_path / "runs" / "ddp" / "seed-1" / METRICS).exists()
     assert (tmp_path / "runs" / "convergence.png").stat().st_size > 10_000
     again = _run(tmp_path, variant=("fp32", "ddp", "tf32", "bf16"), seed=(0,), resume=True)

@@ -185,7 +185,7 @@ def _write_files(results: ResultsFile) -> str:
     note = convergence_table(results.rows)
     results.write_tables(ROW_COLUMNS, note)
     plot_convergence(results.rows, results.directory, results.path.with_suffix(".png"))
-    return note
+    return "\n\n".join([note, *results.measured()])
 
 
 def _config(base: TrainConfig, variant: str, seed: int, processes: int, out: Path, resume: bool) -> TrainConfig:
