@@ -100,7 +100,7 @@ def test_a_signal_leaves_the_rows_so_far_and_no_process(tmp_path, number, status
     assert "Traceback" not in run.errors
     if number != signal.SIGKILL:
         assert run.output.count("| tiny") == len(rows)
-        assert "--resume goes on from here." in run.errors
+        assert re.search(r"To go on: .*python scripts/benchmark.py .* 39 --resume\n", run.errors)
         assert f"{len(rows)} of 32 cells have their rows. Left: tiny" in run.errors
     more = range(8, 8 + len(rows) + 1)
     resumed, _, errors = run_script("benchmark", *arguments, "--ctx", *more, "--resume")

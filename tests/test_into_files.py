@@ -80,7 +80,7 @@ def test_a_row_and_then_tables_that_do_not_fit_are_one_line(results, capsys):
     assert stopped.value.code == 1
     assert capsys.readouterr().err.strip().splitlines() == [
         f"error: cannot write under {results.directory}: No space left on device; the 1 row before remains in "
-        "rows.json. Make room, and --resume goes on from there."
+        "rows.json. Make room. To go on: python scripts/x.py --resume"
     ]
 
 
@@ -105,23 +105,27 @@ def test_a_second_signal_does_not_spoil_the_files(results, capsys, number, error
     assert (results.directory / "rows.md").exists()
     shown = capsys.readouterr()
     assert shown.out == "1 rows\n"
-    assert shown.err.startswith(f"\n{word}; --resume goes on from here.\n")
+    assert shown.err.startswith(f"\n{word}. To go on: python scripts/x.py --resume\n")
 
 
 @pytest.mark.parametrize(
     ("n_measured", "left"), [(0, "1; 2; 3; 4; 5; and 3 more"), (1, "2; 3; 4; 5; 6; and 2 more"), (6, "7; 8")]
 )
-def test_a_sweep_that_is_stopped_ends_with_what_is_left_of_it(results, capsys, n_measured, left):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a mistake")])
+def test_a_sweep_that_is_stopped_ends_with_what_is_left_of_it(results, capsys, error, n_measured, left):
     def sweep():
         for cell in unmeasured([_Cell(number) for number in range(1, 9)], results, lambda cell: str(cell.number)):
             if cell.number > n_measured:
-                raise KeyboardInterrupt
+                raise error
             results.append(_Row(cell.number))
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(type(error) if isinstance(error, RuntimeError) else SystemExit):
         sweep_into_files(results, sweep, _write)
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"{n_measured} of 8 cells have their rows. Left: {left}."
+    told = capsys.readouterr().err
+    how = " To go on: python scripts/x.py --resume"
+    more = how if isinstance(error, RuntimeError) else ""  # it has been said above
+    assert told.splitlines()[-1] == f"{n_measured} of 8 cells have their rows. Left: {left}.{more}"
+    assert told.count(how) == 1
 
 
 @pytest.mark.parametrize(("statuses", "ends"), [(("oom", "ok"), False), (("killed", "oom"), True), (("ok",), False)])

@@ -270,7 +270,7 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     assert ranks[1].wait() in (-number, 1)
     assert "Traceback" not in ranks[0].errors + ranks[1].errors
     n_rows = len(json.loads(rows_file.read_text())["rows"])
-    assert "--resume goes on from " in ranks[0].errors
+    assert "To go on, under the same launcher: " in ranks[0].errors
     assert f"{n_rows} of 399 cells have their rows. Left: " in ranks[0].errors
     tables = [(tmp_path / "out" / f"all_reduce.{kind}").read_text() for kind in ("md", "csv", "tex")]
     assert [tables[0].count("| ok "), len(tables[1].splitlines())] == [n_rows, n_rows + 1]

@@ -144,7 +144,7 @@ def test_what_nsys_recorded_before_an_interruption_is_kept(
     with pytest.raises(SystemExit) as stopped:
         _run_nsys(nsys, out, ctx=(128, 256), resume=True)
     assert stopped.value.code == 130
-    assert "--resume goes on from here" in capsys.readouterr().err
+    assert "Interrupted. To go on: " in capsys.readouterr().err
     assert report.read_bytes() == before
     assert not list(out.glob("*256*/report*"))  # none of less than was asked for
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def test_a_stopped_run_leaves_tables_and_resumes(
     ranks.stop_at, ranks.stop = before + 1, _raise(KeyboardInterrupt())
     status, output, errors = run_script(script, *arguments, "--out", out)
     assert status == 130
-    assert "Interrupted; --resume goes on from here." in errors
+    assert "Interrupted. To go on: test --resume\n" in errors
     assert "Traceback" not in errors
     first = _rows(out, name)
     assert len(first) == 1
@@ -163,7 +164,8 @@ def test_a_full_disk_is_a_line_and_status_1(
     ranks.stop_at, ranks.stop = before + 1, lambda: monkeypatch.setattr(os, "fsync", no_space)
     status, _, errors = run_script(script, *arguments, "--out", tmp_path)
     assert status == 1
-    assert re.search(rf"No space left on device; the 1 row.* in {name}\.json. Make room, and --resume", errors)
+    told = rf"No space left on device; the 1 row.* in {name}\.json. Make room. To go on: test --resume"
+    assert re.search(told, errors)
     assert "Traceback" not in errors
     assert len(_rows(tmp_path, name)) == 1
 
@@ -179,7 +181,7 @@ def test_sigterm_and_a_rank_s_error_leave_tables_too(
         with pytest.raises(RankFailedError) as failure:
             run_script("fsdp_benchmark", *TINY, "--out", tmp_path)
         (note,) = failure.value.__notes__
-        assert note.strip() == f"The 1 rows before are in {tmp_path}/fsdp.json; --resume goes on from there."
+        assert note.strip() == f"The 1 rows before are in {tmp_path}/fsdp.json. To go on: test --resume"
     assert {"fsdp.md", "fsdp.csv", "fsdp_timeline.png", "fsdp_memory.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
@@ -265,8 +267,10 @@ def test_ctrl_c_in_a_terminal_ends_ranks_without_a_word(tmp_path: Path) -> None:
     assert run.wait() == 130
     wait_until(lambda: not forked_processes(), "the end of the ranks")
     lines = [line for line in run.errors.splitlines() if "cell" not in line and line.strip()]
+    settings, _, _ = lines[0].removeprefix("Interrupted. To go on: ").partition("python ")  # what the tests set
+    typed = settings + shlex.join(["python", "scripts/all_reduce_benchmark.py", *map(str, arguments)])
     assert lines == [
-        "Interrupted; --resume goes on from here.",
+        f"Interrupted. To go on: {typed} --resume",
         f"Rows, tables and plots: {tmp_path}/out/all_reduce*",
     ]
     rows = _rows(tmp_path / "out", "all_reduce")

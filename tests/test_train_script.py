@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -73,8 +74,8 @@ def test_a_full_disk_is_told_with_the_checkpoint_to_go_on_from(tmp_path, monkeyp
         run_training("python scripts/train.py", config)
     assert stopped.value.code == 1
     told = capsys.readouterr().err
-    assert f"error: cannot write under {config.out}: No space left on device. Make room; --resume goes on" in told
-    assert "from checkpoint-00000003.pt." in told
+    assert f"error: cannot write under {config.out}: No space left on device. Make room. To go on from" in told
+    assert "from checkpoint-00000003.pt: " in told
     assert "Traceback" not in told
     monkeypatch.undo()
     assert run_training("python scripts/train.py --resume", dataclasses.replace(config, resume=True)).step == 8
@@ -130,11 +131,11 @@ def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(loop, "Trainer", _interrupt_in(step=5))
         with pytest.raises(SystemExit) as interrupted:
-            run_training("x", config)
+            run_training("python x.py --out a", config)
     assert interrupted.value.code == 130
     told = capsys.readouterr().err
     assert "Interrupted: this step is finished and saved first. Once more ends at once, without." in told
-    assert "Interrupted after step 5, which is saved; --resume goes on from there." in told
+    assert "Interrupted after step 5, which is saved. To go on from there: python x.py --out a --resume\n" in told
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4, 5]
     assert [path.name for path in list_checkpoints(config.out)][-1] == "checkpoint-00000005.pt"
     assert (config.out / PLOT).exists()
@@ -151,7 +152,7 @@ def test_a_second_ctrl_c_ends_at_once_with_what_is_there(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as interrupted:
         run_training("x", config)
     assert interrupted.value.code == 130
-    assert "Interrupted; --resume goes on from checkpoint-00000003.pt" in capsys.readouterr().err
+    assert "Interrupted. To go on from checkpoint-00000003.pt: x --resume\n" in capsys.readouterr().err
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4]
     assert (config.out / PLOT).exists()
 
@@ -208,6 +209,20 @@ def test_another_run_is_not_resumed(tmp_path, capsys):
         assert message in _refusal(dataclasses.replace(config, **changes), capsys)
     write_text(tmp_path, 5000)
     assert "is not the data that the run under" in _refusal(config, capsys)
+
+
+def test_a_run_that_is_resumed_with_other_flags_is_told_the_command_that_goes_on(tmp_path, capsys, run_script):
+    config = make_config(tmp_path)
+    arguments = [word for word in _arguments(config) if word != "--no-resume"]
+    assert run_script("train", *arguments)[0] == 0
+    for _ in range(2):  # of which the second finds a run that was resumed
+        status, _, errors = run_script("train", "--data", config.data, "--out", config.out, "--resume")
+        assert status == 2
+        assert errors.startswith("error: --size tiny: the run under ")
+        told = shlex.split(errors.strip().rpartition("for a new run. To go on: ")[2])
+        del told[: told.index("python")]  # what the tests set of the environment
+        assert told == ["python", "scripts/train.py", *arguments, "--resume"]
+        assert run_script("train", *told[2:])[0] == 0
 
 
 def test_only_bad_checkpoints_are_refused_by_name(tmp_path, capsys):

@@ -208,7 +208,7 @@ def test_ctrl_c_loses_no_step_of_a_run_in_one_process(tmp_path):
         assert steps == list(range(1, len(steps) + 1))
         assert [path.name for path in list_checkpoints(folder)][-1] == checkpoint_path(folder, len(steps)).name
         assert "fp32, seed 0: this step is finished and saved first. Once more ends at once" in script.errors
-        assert "Interrupted; --resume goes on from here." in script.errors
+        assert script.errors.count(" --resume\n") == 1
         begun.append(len(steps))
     starts = [line["step"] for line in read_metrics(folder / METRICS) if line["kind"] == "run"]
     assert starts == [0, begun[0]]

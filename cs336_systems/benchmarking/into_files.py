@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from cs336_systems.configs import check
 from cs336_systems.cpu_load import with_cpu_load
 from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import NotWritten, ResultsFile, check_writable
+from cs336_systems.resuming import to_go_on
 from cs336_systems.signals import answer
 from cs336_systems.sweep_cells import possible
 
@@ -83,7 +84,8 @@ def sweep_into_files(
         if is_sigterm and error.code != 128 + signal.SIGTERM:
             raise
         _answer(dict.fromkeys(before, signal.SIG_IGN))
-        tell(f"\n{'Ended by SIGTERM' if is_sigterm else 'Interrupted'}; --resume goes on from here.")
+        told.append(f"\n{'Ended by SIGTERM' if is_sigterm else 'Interrupted'}. {to_go_on(results.runs[-1].command)}")
+        tell(told[-1])
         raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None
     finally:
         try:
@@ -114,15 +116,18 @@ def finish_files(
                 text = write_files(results)
             show(text)
             tell(f"Rows, tables and plots: {results.directory}/{results.path.stem}*")
-        _tell_what_is_left(results)
+        _tell_what_is_left(results, told or [])
 
 
-def _tell_what_is_left(results: ResultsFile) -> None:
-    """How many of the cells that a run was asked for have rows, and which have none, if it was stopped before."""
+def _tell_what_is_left(results: ResultsFile, told: Sequence[str]) -> None:
+    """How many of the cells that a run was asked for have rows, and which have none, if it was stopped before; and how
+    to go on, unless that is `told`."""
     n, left = len(results.asked), results.left()
     more = [f"and {len(left) - _MOST_LISTED} more"] if len(left) > _MOST_LISTED else []
+    how = to_go_on(results.runs[-1].command)
+    how = "" if any(how in line for line in told) else f" {how}"
     if left:
-        tell(f"{n - len(left)} of {n} cells have their rows. Left: {'; '.join([*left[:_MOST_LISTED], *more])}.")
+        tell(f"{n - len(left)} of {n} cells have their rows. Left: {'; '.join([*left[:_MOST_LISTED], *more])}.{how}")
 
 
 def _answer(handlers: dict[signal.Signals, Any]) -> None:
@@ -144,7 +149,7 @@ def _explaining(error_type: type[OSError], results: ResultsFile, told: list[str]
         remain = "no row was there yet" if n == 0 else f"the {n} row{'s' * (n > 1)} before remain{'s' * (n == 1)}"
         line = (
             f"\nerror: cannot write under {results.directory}: {error.strerror}; {remain} in {results.path.name}. "
-            "Make room, and --resume goes on from there."
+            f"Make room. {to_go_on(results.runs[-1].command)}"
         )
         if line not in told:
             told.append(line)

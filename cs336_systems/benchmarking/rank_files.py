@@ -18,6 +18,7 @@ from cs336_systems.distributed.last_words import finishing
 from cs336_systems.distributed.process_group import LONGEST_TIMEOUT_S
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import ResultsFile, write_atomically
+from cs336_systems.resuming import to_go_on
 from cs336_systems.signals import ended_by_signals
 
 # What tells the cells of one run apart; all else is the workload that its tables are of.
@@ -47,7 +48,8 @@ def ranks_into_files(
         with finishing(lambda: _finish_launched(results, write_files)):
             sweep_into_files(results, sweep, write_files)
     except RankFailedError as error:
-        error.add_note(f"\nThe {len(results.rows)} rows before are in {results.path}; --resume goes on from there.")
+        how = to_go_on(results.runs[-1].command)
+        error.add_note(f"\nThe {len(results.rows)} rows before are in {results.path}. {how}")
         raise
     if must_measure:
         check_any_measured(results)
@@ -56,8 +58,9 @@ def ranks_into_files(
 def _finish_launched(results: ResultsFile, write_files: Callable[[ResultsFile], str]) -> None:
     """What rank 0 of a launched job does before it ends by Ctrl-C, its own error or another rank's."""
     results.lock.acquire()  # until the process ends: the thread that measures adds no row that the tables lack
-    finish_files(results, write_files)
-    tell(f"The {len(results.rows)} rows so far are in {results.path}; --resume goes on from there.")
+    how = to_go_on(results.runs[-1].command)
+    finish_files(results, write_files, [how])
+    tell(f"The {len(results.rows)} rows so far are in {results.path}. {how}")
 
 
 def check_same_workload(results: ResultsFile | None, cells: Sequence[Any], varied: Collection[str] = VARIED) -> None:

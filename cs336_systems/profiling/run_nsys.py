@@ -33,6 +33,7 @@ from cs336_systems.profiling.run_analysis import (
     run_analysis,
 )
 from cs336_systems.records import check_writable
+from cs336_systems.resuming import to_go_on
 
 
 def run_nsys(
@@ -89,10 +90,10 @@ def run_nsys(
                     continue
             export_sqlite(report, program)
     except KeyboardInterrupt:
-        print("\nInterrupted; --resume goes on from here.", file=sys.stderr)
+        print(f"\nInterrupted. {to_go_on(command)}", file=sys.stderr)
         raise SystemExit(130) from None
     except NsysFailed as error:
-        print(f"error: {error}. Reports so far are kept, and --resume goes on from them.", file=sys.stderr)
+        print(f"error: {error}. Reports so far are kept. {to_go_on(command)}", file=sys.stderr)
         raise SystemExit(1) from None
     run_analysis(command, reports=[out], benchmark=None, out=out, top=top, nsys=nsys)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -15,6 +16,7 @@ from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.feasibility import GIB, TooLittleMemory, may_be_killed, ranks_bytes, ranks_here, shortage
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
 from cs336_systems.records import check_writable, lock_folder
+from cs336_systems.resuming import to_go_on
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
 from cs336_systems.training.data import TokenFile, prepare_tokens
@@ -47,14 +49,15 @@ def run_training(command: str, config: TrainConfig) -> Summary:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
             summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
     except KeyboardInterrupt:
-        print(f"\nInterrupted; --resume goes on {_newest(config)}.", file=sys.stderr)
+        print(f"\nInterrupted. {to_go_on(command, _newest(config))}", file=sys.stderr)
         raise SystemExit(130) from None
     except (OSError, RankFailedError) as error:
         full = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(full, OSError) or full.errno not in _CANNOT_WRITE:
             raise
         tell(
-            f"\nerror: cannot write under {config.out}: {full.strerror}. Make room; --resume goes on {_newest(config)}."
+            f"\nerror: cannot write under {config.out}: {full.strerror}. Make room. "
+            f"{to_go_on(command, _newest(config))}"
         )
         raise SystemExit(1) from None
     finally:
@@ -64,13 +67,13 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         raise SystemExit(0)
     if launched_world_size() is not None:
         _plot(config)
-    return _conclude(summaries[0], config)
+    return _conclude(summaries[0], config, command)
 
 
 def _newest(config: TrainConfig) -> str:
     """Where a run can go on, e.g. "from checkpoint-00000100.pt"."""
     whole = [path for path in list_checkpoints(config.out) if path.with_suffix(".json").exists()]
-    return f"from {whole[-1].name}" if whole else "from the beginning: there is no checkpoint yet"
+    return f"from {whole[-1].name}" if whole else "from the beginning, as there is no checkpoint yet"
 
 
 def _plot(config: TrainConfig) -> None:
@@ -180,18 +183,29 @@ def _check_same(checkpoint: Checkpoint, config: TrainConfig, tokens: TokenFile) 
             message = f"the run under {str(config.out)!r} was begun with {begun.get(name)!r}"
             if name == "steps":
                 message += ", on which its learning rate depends from the first step"
-            raise ValueError(f"{name}={now[name]!r}: {message}; go on with that, or name another --out for a new run")
+            raise ValueError(f"{name}={now[name]!r}: {message}; {_both_ways(config)}")
     check(
         checkpoint.data_sha256 == tokens.sha256,
         "data",
         str(tokens.path),
-        f"is not the data that the run under {str(config.out)!r} was begun with (its SHA-256 differs)",
+        f"is not the data that the run under {str(config.out)!r} was begun with (its SHA-256 differs); "
+        f"{_both_ways(config)}",
     )
 
 
-def _conclude(summary: Summary, config: TrainConfig) -> Summary:
+def _both_ways(config: TrainConfig) -> str:
+    """How to go on with the run under `config.out`, and what to do for another."""
+    commands = []
+    with suppress(OSError, ValueError):
+        commands = [line["command"] for line in read_metrics(config.out / METRICS) if line["kind"] == "run"]
+    how = f". {to_go_on(commands[-1])}" if commands else ""
+    return f"go on with that, or name another --out for a new run{how}"
+
+
+def _conclude(summary: Summary, config: TrainConfig, command: str) -> Summary:
     if summary.status == "interrupted":
-        print(f"\nInterrupted after step {summary.step}, which is saved; --resume goes on from there.", file=sys.stderr)
+        how = to_go_on(command, "from there")
+        print(f"\nInterrupted after step {summary.step}, which is saved. {how}", file=sys.stderr)
         raise SystemExit(130)
     if summary.status == "stopped":
         print(f"error: {summary.reason}", file=sys.stderr)
