@@ -36,7 +36,8 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
         try:
             if {"-h", "--help"} & set(sys.argv[1:]):
                 print(wrapped(description or ""), end="\n\n")
-            read = tyro.cli(explained(arguments), description="", config=(tyro.conf.OmitSubcommandPrefixes,))
+            options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
+            read = tyro.cli(explained(arguments), description="", **options)
             return arguments(**vars(read))
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
@@ -44,6 +45,33 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     except BrokenPipeError:
         _leave_standard_output()
         raise SystemExit(0) from None
+
+
+def _registry() -> Any:
+    """tyro's rules, but that an empty path, as of a shell's variable that is not set, is not the current folder."""
+    from pathlib import Path
+
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    def path(words: list[str]) -> Path:
+        if not words[0]:
+            raise ValueError("must be a path, and is empty")
+        return Path(words[0])
+
+    def rule(type_info: Any) -> PrimitiveConstructorSpec | None:
+        if type_info.type is not Path:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATH",
+            instance_from_str=path,
+            is_instance=lambda value: isinstance(value, Path),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    registry = ConstructorRegistry()
+    registry.primitive_rule(rule)
+    return registry
 
 
 def _exit_by_signal(number: int, frame: FrameType | None) -> None:

@@ -257,9 +257,10 @@ def check_writable(directory: Path) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise ValueError(
-            f"out={str(directory)!r}: must be a folder that can be written to ({error.strerror})"
-        ) from error
+        file = next((path for path in (directory, *directory.parents) if os.path.isfile(path)), None)
+        which = "it" if file == directory else file
+        why = error.strerror if file is None else f"{which} is a file"
+        raise ValueError(f"out={str(directory)!r}: must be a folder that can be written to ({why})") from error
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,36 @@ def test_the_command_has_what_the_environment_changes(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert command_line() == "OMP_NUM_THREADS=1 TRITON_INTERPRET=1 python scripts/benchmark.py --out 'a b'"
+
+
+@dataclass(frozen=True)
+class _Paths:
+    out: Path = Path("out/x")
+    data: Path | None = None
+    reports: tuple[Path, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--out", ""], "must be a path, and is empty"),
+        (["--out="], "must be a path, and is empty"),
+        (["--data", ""], "must be a path, and is empty"),
+        (["--reports", "a", ""], "Could not find valid parse for arguments: ['a', '']"),  # as tyro has it
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(monkeypatch, capsys, words, why):
+    """Nor does `parse` lose what is a path."""
+    at_termination, at_an_error = signal.getsignal(signal.SIGTERM), sys.excepthook
+    try:
+        monkeypatch.setattr(sys, "argv", ["script", *words])
+        with pytest.raises(SystemExit, match="2"):
+            parse(_Paths, "Says nothing.")
+        told = " ".join(capsys.readouterr().err.split())
+        assert f"Error parsing {words[0].rstrip('=')}: " in told
+        assert why in told
+        monkeypatch.setattr(sys, "argv", ["script", "--out", ".", "--data", "d", "--reports", "a", "b"])
+        assert parse(_Paths, "Says nothing.") == _Paths(Path(), Path("d"), (Path("a"), Path("b")))
+    finally:
+        signal.signal(signal.SIGTERM, at_termination)
+        sys.excepthook = at_an_error
