@@ -69,8 +69,8 @@ class ResultsFile(Generic[Row]):
     moved to a folder of their own, never overwritten.
 
     Attributes:
-        look: what others use of the machine is looked at by it, as a run that is timed begins and ends: None, or called
-            with the run's provenance, and with `is_end`, for the provenance with that.
+        look: what others use of the machine is looked at by it, as timing begins and ends: None, or called with the
+            run's provenance, and with `is_end`, for the provenance with that.
         lock: held while rows are added; a thread that writes tables of the last rows holds it.
         asked: the cells that this run is to leave rows of, and what a person calls each.
 
@@ -89,6 +89,7 @@ class ResultsFile(Generic[Row]):
         look: Callable[..., Provenance] | None = None,
     ) -> None:
         self.look = look
+        self._is_timed = False
         self.directory = Path(directory)
         self.path = self.directory / f"{name}.json"
         self.row_type = row_type
@@ -123,13 +124,17 @@ class ResultsFile(Generic[Row]):
             self.rows, self._run_of_row = after, run_of_row
 
     def timing_begins(self) -> None:
-        """Looks at the machine, while nothing of the run's own is at work yet."""
-        if self.look is not None:
-            self.runs[-1] = self.look(self.runs[-1], is_end=False)
+        """Looks at the machine when it is sure that something will be timed, and nothing of the run's own is at work
+        yet. To be called before each of what may be first; other threads' calls wait for the one that looks."""
+        with self.lock:
+            if self.look is not None and not self._is_timed:
+                self._is_timed = True
+                self.runs[-1] = self.look(self.runs[-1], is_end=False)
 
     def timing_ends(self) -> None:
-        """Looks again, when nothing of the run's own is at work any more. Raises NotWritten if that can't be kept."""
-        if self.look is not None:
+        """Looks again, if anything was timed, when nothing of the run's own is at work any more. Raises NotWritten if
+        that can't be kept."""
+        if self.look is not None and self._is_timed:
             run = self.look(self.runs[-1], is_end=True)
             if run != self.runs[-1]:
                 self.runs[-1] = run

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from cs336_systems.benchmarking import into_files
+from cs336_systems.benchmarking.grouped_sweep import run_grouped_sweep
 from cs336_systems.benchmarking.into_files import check_any_measured, finish_files, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import Outcome
-from cs336_systems.benchmarking.sweep import unmeasured
+from cs336_systems.benchmarking.rank_sweep import run_rank_sweep
+from cs336_systems.benchmarking.sweep import run_sweep, unmeasured
 from cs336_systems.cli import show, tell
 from cs336_systems.records import NotWritten, ResultsFile, read_results
 from tests.example_rows import RUN
@@ -28,6 +30,12 @@ class _Cell:
 @dataclass(frozen=True)
 class _Row(_Cell):
     status: str = "ok"
+
+
+@dataclass(frozen=True)
+class _CellRow(_Cell):
+    status: str = "ok"
+    reason: str = ""
 
 
 def _no_space(*_):
@@ -171,8 +179,9 @@ def test_a_cpu_is_looked_at_where_it_is_timed(monkeypatch, device, is_timed):
     assert looked == (looks if found == "cpu" and is_timed else [])
 
 
+@pytest.mark.parametrize("is_timed", [True, False])
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt(), RuntimeError("a mistake")])
-def test_the_machine_is_looked_at_before_and_after_what_is_timed(tmp_path, ending):
+def test_the_machine_is_looked_at_before_and_after_what_is_timed(tmp_path, ending, is_timed):
     done = []
 
     def look(run, is_end):
@@ -180,17 +189,76 @@ def test_the_machine_is_looked_at_before_and_after_what_is_timed(tmp_path, endin
         return replace(run, busy_cores=1.5 if is_end else run.busy_cores)
 
     def sweep():
+        if is_timed:
+            for _ in range(2):
+                results.timing_begins()
         results.append(_Row(1))
-        done.append("timed")
+        done.append("measured")
         if ending is not None:
             raise ending
 
     results = ResultsFile(tmp_path, "rows", _Row, RUN, look=look)
     with nullcontext() if ending is None else pytest.raises((SystemExit, RuntimeError)):
         sweep_into_files(results, sweep, _write)
-    assert done == ["before", "timed", "after"]
+    assert done == (["before", "measured", "after"] if is_timed else ["measured"])
     runs, rows, run_of_row = read_results(results.path, _Row)
-    assert (runs, rows, run_of_row) == ([replace(RUN, busy_cores=1.5)], [_Row(1)], [0])
+    assert (runs, rows, run_of_row) == ([replace(RUN, busy_cores=1.5 if is_timed else None)], [_Row(1)], [0])
+
+
+def _status(cell):
+    return {"status": "ok"}
+
+
+def _make_status():
+    return _status
+
+
+_SWEEPS = {
+    "run_sweep": lambda cells, results, known: run_sweep(cells, _status, results, known=known),
+    "run_rank_sweep": lambda cells, results, known: run_rank_sweep(cells, _status, results, known=known),
+    "run_grouped_sweep": lambda cells, results, known: run_grouped_sweep(
+        cells, lambda cell: cell.number, _make_status, results
+    ),
+}
+
+
+@pytest.mark.parametrize("sweep", _SWEEPS)
+def test_sweeps_look_at_the_machine_only_where_they_measure(monkeypatch, tmp_path, sweep):
+    looked, measured = [], Outcome("ok", {"status": "ok"})
+    monkeypatch.setattr("cs336_systems.benchmarking.sweep.run_isolated", lambda *_, **__: measured)
+    monkeypatch.setattr("cs336_systems.benchmarking.rank_sweep._measure_on_ranks", lambda *_: measured)
+
+    def look(run, is_end):
+        looked.append(len(results.rows))
+        return run
+
+    first, second = _Cell(1), _Cell(2)
+    results = ResultsFile(tmp_path, "rows", _CellRow, RUN, look=look)
+    if sweep != "run_grouped_sweep":  # it measures whatever it is not told of
+        _SWEEPS[sweep]([first], results, lambda cell: Outcome("oom"))
+        assert [(row.status, looked) for row in results.rows] == [("oom", [])]
+    _SWEEPS[sweep]([first, second], results, lambda cell: None)
+    assert looked == [len(results.rows) - 1 if sweep != "run_grouped_sweep" else 0]
+    results = ResultsFile(tmp_path, "rows", _CellRow, RUN, resume=True, look=look)
+    _SWEEPS[sweep]([first, second], results, lambda cell: None)
+    assert len(looked) == 1  # nothing was left to measure
+
+
+@pytest.mark.parametrize("said", ["not a results file", "another run is writing there"])
+def test_what_is_refused_does_not_look_at_the_cpus_load(monkeypatch, run_script, tmp_path, said):
+    monkeypatch.setattr(into_files, "with_cpu_load", lambda run, **_: pytest.fail("was looked at"))
+    if said == "not a results file":
+        (tmp_path / "benchmark.json").write_text("{")
+    else:
+        monkeypatch.setattr("cs336_systems.records.lock_folder", _locked)
+    small = ("--size", "tiny", "--ctx", 8, "--batch-size", 1, "--device", "cpu")
+    status, _, errors = run_script("benchmark", *small, "--resume", "--out", tmp_path)
+    assert status == 2
+    assert said in errors
+
+
+def _locked(directory):
+    raise ValueError(f"out={str(directory)!r}: another run is writing there")
 
 
 @pytest.mark.parametrize("script", ["saved_tensors", "profile_memory"])

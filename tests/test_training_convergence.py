@@ -12,7 +12,7 @@ from concurrent import futures
 import pytest
 
 from cs336_systems import feasibility
-from cs336_systems.benchmarking import convergence
+from cs336_systems.benchmarking import convergence, into_files
 from cs336_systems.benchmarking.convergence import VARIANTS, run_convergence
 from cs336_systems.benchmarking.convergence_report import ConvergenceRow, convergence_table, summarize
 from cs336_systems.benchmarking.isolation import run_isolated
@@ -59,6 +59,24 @@ def test_each_variant_and_seed_is_trained_once(tmp_path, capsys):
     assert again[:6] == rows
     assert [(row.variant, row.seed) for row in again[6:]] == [("bf16", 0)]
     assert read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1] == again
+
+
+def test_the_cpu_is_looked_at_only_where_something_is_trained(tmp_path, monkeypatch):
+    looked = []
+
+    def look(run, is_end, **_):
+        looked.append((is_end, (tmp_path / "runs" / "bf16" / "seed-0" / METRICS).exists()))
+        return dataclasses.replace(run, busy_cores=1.5)
+
+    monkeypatch.setattr(into_files, "with_cpu_load", look)
+    with pytest.raises(SystemExit, match="1"):
+        _run(tmp_path, variant=("tf32",), seed=(0,))
+    assert looked == []
+    _run(tmp_path, variant=("tf32", "bf16"), seed=(0,), resume=True)
+    assert looked == [(False, False), (True, True)]
+    assert read_metrics(tmp_path / "runs" / "bf16" / "seed-0" / METRICS)[0]["busy_cores"] == 1.5
+    _run(tmp_path, variant=("tf32", "bf16"), seed=(0,), resume=True)
+    assert len(looked) == 2  # nothing was left to measure
 
 
 def test_runs_at_the_same_time_end_as_one_by_one(tmp_path):

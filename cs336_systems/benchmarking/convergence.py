@@ -33,7 +33,6 @@ from cs336_systems.configs import check, check_choice
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.feasibility import TooLittleMemory
-from cs336_systems.provenance import Provenance
 from cs336_systems.records import ResultsFile, check_writable
 from cs336_systems.signals import signals_waiting
 from cs336_systems.training.config import TrainConfig
@@ -127,7 +126,7 @@ def run_convergence(
             try:
                 with signals_waiting():  # or one that has begun would not be known here, and nobody would end it
                     for run in runs:
-                        begun = pool.submit(_train, base_config, run, processes, out, resume, tokens, results.runs[-1])
+                        begun = pool.submit(_train, base_config, run, processes, out, resume, tokens, results)
                         futures[begun] = run
                 for future in futures:
                     results.append(future.result())
@@ -203,7 +202,7 @@ def _train(
     out: Path,
     resume: bool,
     tokens: TokenFile,
-    provenance: Provenance,
+    results: ResultsFile,
 ) -> ConvergenceRow:
     row: dict[str, Any] = {**dataclasses.asdict(run), "processes": 1, "steps": base.steps}
     if "parallel" in VARIANTS[run.variant]:
@@ -220,7 +219,8 @@ def _train(
             check_run(config)
     print(run, file=sys.stderr)
     tell_if_near(config, config.device, world_size)
-    arguments = (config, tokens, config.device, provenance)
+    results.timing_begins()
+    arguments = (config, tokens, config.device, results.runs[-1])
     if config.parallel == "none":
         outcome = run_isolated(train_rank, None, *arguments)
     else:

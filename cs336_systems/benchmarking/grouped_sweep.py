@@ -51,6 +51,8 @@ def run_grouped_sweep(
     groups: dict[Hashable, list[Any]] = defaultdict(list)
     for cell in unmeasured(cells, results, label):
         groups[group_of(cell)].append(cell)
+    if groups:
+        results.timing_begins()
     with progress(len(cells), len(cells) - sum(map(len, groups.values()))) as bar:
         for group in groups.values():
             done = 0

@@ -67,7 +67,7 @@ def sweep_into_files(
     results: ResultsFile, sweep: Callable[[], None], write_files: Callable[[ResultsFile], str]
 ) -> None:
     """Calls `sweep()`, which adds rows to `results`; then, whatever ended it, writes the files and prints their text.
-    What others use of a CPU that is timed is looked at before and after.
+    What others use of a CPU is looked at once more if `sweep` has timed anything there.
 
     Raises:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM (as cli.py answers it), 1 where a file could not be written,
@@ -77,7 +77,6 @@ def sweep_into_files(
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with _explaining(NotWritten, results, told):
-            results.timing_begins()
             sweep()
     except (KeyboardInterrupt, SystemExit) as error:
         is_sigterm = isinstance(error, SystemExit)

@@ -69,6 +69,8 @@ def run_rank_sweep(
         for cell, outcome in outcomes.items():
             if outcome is not None:
                 results.append(make_row(results.row_type, cell, outcome, {}))
+        if missing:
+            results.timing_begins()
     to_measure = from_rank_0(missing, timeout_s)
     with progress(len(cells), len(cells) - len(to_measure), disable=results is None) as bar:
         for cell in to_measure:

@@ -50,6 +50,8 @@ def run_sweep(
         OSError: a row could not be written; the rows before it are on disk.
     """
     to_measure = unmeasured(cells, results, label)
+    if any(known(cell) is None for cell in to_measure):
+        results.timing_begins()
     with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
             bar.set_description(label(cell))
