@@ -64,18 +64,16 @@ def run_sweep(
 
 
 def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any], str] = str) -> list[Any]:
-    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, of what
-    a CPU's memory was too full for, or of a model that could not run there (the environment, or what is installed, lets
-    it now, or it would be `Impossible`). Such rows are taken out, here and in the file. Whatever else became of a cell,
-    it stays as it is. A cell that is there twice is one. Those that are `Impossible` get their rows here.
+    """The cells of which `results` has no row, or one whose cause may have passed: of a process that was killed, of
+    what a CPU's memory was too full for, or of a model that could not run there (the environment, or what is installed,
+    lets it now, or it would be `Impossible`). Such rows are taken out, here and in the file. Whatever else became of a
+    cell, it stays as it is. A cell that is there twice is one. Those that are `Impossible` get their rows here.
 
     Tells where there are none, so that a resumed run does not end without a word of why; where there are, `results`
     knows what it is asked for, so that a run that is stopped ends with a word of what is left (into_files.py).
     """
-
     _add_impossible(cells, results)
     cells = possible(cells)
-
     on_cpu = results.runs[-1].gpu == "none"
 
     def is_tried_again(row: Any) -> bool:
