@@ -2,8 +2,9 @@
 
     python scripts/ddp_benchmark.py --size xl --ctx 512 --precision fp32 bf16 --bucket-size-mb 1 10 100 1000
 
-Prints each implementation's step, its exposed communication, and the overhead model's prediction beside it; draws when
-each computed and communicated. Also runs under torchrun and srun, with the launcher's number of processes.
+Prints each implementation's step, by how much it is longer than the one without communication (none), and the overhead
+model's prediction beside it; draws when each computed and communicated. Also runs under torchrun and srun, with the
+launcher's number of processes.
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from cs336_systems.benchmarking.data_parallel import (
 from cs336_systems.benchmarking.rank_sweep import batch_sizes, nccl_settings, run_rank_sweep, world_sizes
 from cs336_systems.benchmarking.run_all_reduce import run_all_reduce_benchmark
 from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
+from cs336_systems.benchmarking.run_sharding import COLUMNS as SHARDING_COLUMNS
+from cs336_systems.benchmarking.run_sharding import MEMORY_COLUMNS
 from cs336_systems.distributed.process_group import RankContext
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.profiling.overlap import profile_step
@@ -304,6 +306,14 @@ def _row(implementation: str, step_ms: float, **fields: Any) -> DataParallelRow:
         **TINY,
         **fields,
     )
+
+
+def test_one_heading_is_one_thing_in_the_tables_of_ranks() -> None:
+    named: dict[str, set[str]] = {}
+    for columns in (report.COLUMNS, SHARDING_COLUMNS, MEMORY_COLUMNS):
+        for field, heading in columns.items():
+            named.setdefault(heading, set()).add(field)
+    assert {heading: fields for heading, fields in named.items() if len(fields) > 1} == {}
 
 
 def test_prediction_beside_measurement_by_hand() -> None:

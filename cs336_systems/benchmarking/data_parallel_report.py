@@ -1,4 +1,4 @@
-"""What a data-parallel run's rows say together: exposed communication, the overhead model beside it, and pictures."""
+"""What a data-parallel run's rows say together: steps over the one without communication, the model's too, pictures."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ COLUMNS = {
     "status": "status",
     "step_median_ms": "median step ms",
     "step_std_ms": "± ms",
-    "exposed_ms": "exposed ms",
+    "exposed_ms": "step over none, ms",
     "exposed_share": "of the step",
-    "predicted_overhead_ms": "predicted exposed ms",
+    "predicted_overhead_ms": "predicted over none, ms",
     "communication_ms": "communication alone ms",
     "collective_ms": "collectives ms",
     "covered_share": "covered by backward",
@@ -40,7 +40,8 @@ def derived(
     rows: Sequence[DataParallelRow],
     costs: Costs,
 ) -> dict[str, Any]:
-    """The fields that need other rows: what is exposed against the step without communication, and what was predicted.
+    """The fields that need other rows: by how much the step is longer than the one without communication, and what was
+    predicted of that.
 
     Args:
         measured: the cell's own results.
@@ -94,7 +95,7 @@ def best_sizes(rows: Sequence[DataParallelRow], costs: Costs) -> str:
 
 
 def plot_bucket_sizes(rows: Sequence[DataParallelRow], path: Path) -> None:
-    """Exposed and predicted communication over the bucket size, with lines for the implementations that have none."""
+    """The step over none, measured and predicted, over the bucket size; lines for implementations without buckets."""
     from cs336_systems.figures import COLOURS, new_figure, save_figure
 
     measured = [row for row in rows if row.exposed_ms is not None]
@@ -116,7 +117,7 @@ def plot_bucket_sizes(rows: Sequence[DataParallelRow], path: Path) -> None:
                 axis.plot(sizes, [row.predicted_overhead_ms for row in group], "--", color="black", label="model")
         axis.set_xscale("log")
         axis.set_xlabel("bucket, MB")
-        axis.set_ylabel("exposed communication, ms a step")
+        axis.set_ylabel("median step over the one without communication, ms")
         axis.set_title(f"{panel[0]}, {panel[1]} ranks")
         axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)

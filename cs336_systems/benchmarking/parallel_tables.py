@@ -57,7 +57,7 @@ def _schemes(folder: str) -> Block:
             ]
             for row in sorted(rows, key=lambda row: (order.index(row.implementation), row.bucket_size_mb or 0))
         ]
-        headings = [f"{rows[0].precision if rows else ''} median step ms", "longer by", "predicted exposed ms"]
+        headings = [f"{rows[0].precision if rows else ''} median step ms", "longer by", "predicted over none, ms"]
         headings += ["communication alone ms", "hidden by backward", "peak GiB"]
         return markdown_table(["implementation", *headings], body)
 

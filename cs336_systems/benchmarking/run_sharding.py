@@ -56,7 +56,7 @@ COLUMNS = {
     "peak_memory_gib": "peak GiB",
     "predicted_peak_gib": "predicted peak GiB",
     "collective_ms": "collectives ms",
-    "exposed_collective_ms": "exposed ms",
+    "exposed_collective_ms": "exposed collectives ms",
     "n_gathers": "gathers",
     "n_late": "late",
     "late_ms": "late ms",
