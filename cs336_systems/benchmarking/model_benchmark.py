@@ -181,11 +181,15 @@ def table_columns(rows: list[BenchmarkRow]) -> dict[str, str]:
 
 
 def table_note(rows: list[BenchmarkRow]) -> str:
-    """A line that says what is the same in all rows."""
+    """What is the same in all rows, and what a step has beside the phases shown."""
     hidden = () if any(row.size == "custom" for row in rows) else _SHAPE
     constant = {
         heading: getattr(rows[0], name)
         for name, heading in _PARAMETER_HEADINGS.items()
         if name not in hidden and len({getattr(row, name) for row in rows}) == 1
     }
-    return "In all rows: " + ", ".join(f"{heading} {value}" for heading, value in constant.items()) + "."
+    note = "In all rows: " + ", ".join(f"{heading} {value}" for heading, value in constant.items()) + "."
+    if any(row.backward_mean_ms is not None for row in rows):
+        note += " A step is longer than the phases shown: it has the loss too (loss_* in the CSV), and drops the last "
+        note += "step's gradients."
+    return note
