@@ -49,6 +49,7 @@ def test_a_sweep_writes_every_kind_of_file_and_resume_skips_what_is_there(tmp_pa
     assert "python scripts/benchmark.py --size tiny" in runs[0].command
     assert "| train-step |" in run.stdout
     assert "it has the loss too (loss_* in the CSV), and drops the last step's gradients." in run.stdout
+    assert "Without a GPU, peak GiB is what the whole process had in memory" in run.stdout
     before = json.loads((tmp_path / "benchmark.json").read_text())["rows"]
 
     more = ["--mode", "forward", "train-step", "--attention", "naive", "sdpa"]

@@ -181,7 +181,7 @@ def table_columns(rows: list[BenchmarkRow]) -> dict[str, str]:
 
 
 def table_note(rows: list[BenchmarkRow]) -> str:
-    """What is the same in all rows, and what a step has beside the phases shown."""
+    """What is the same in all rows, what a step has beside the phases shown, and whose memory it is without a GPU."""
     hidden = () if any(row.size == "custom" for row in rows) else _SHAPE
     constant = {
         heading: getattr(rows[0], name)
@@ -192,4 +192,6 @@ def table_note(rows: list[BenchmarkRow]) -> str:
     if any(row.backward_mean_ms is not None for row in rows):
         note += " A step is longer than the phases shown: it has the loss too (loss_* in the CSV), and drops the last "
         note += "step's gradients."
+    if any(row.peak_memory_gib is not None and not row.device.startswith("cuda") for row in rows):
+        note += " Without a GPU, peak GiB is what the whole process had in memory, Python and PyTorch included."
     return note
