@@ -7,9 +7,8 @@ step with this project's parts, and with PyTorch's.
     python scripts/leaderboard_step.py --implementation fused --memory-gib 75
     torchrun --nproc-per-node 2 scripts/leaderboard_step.py --implementation fused
 
-On a CPU, for a look (with TRITON_INTERPRET=1 in the environment fused runs there too, in minutes):
-
-    python scripts/leaderboard_step.py --size tiny --ctx 16 --precision fp32 --implementation torch
+On a CPU it is, for a look, the tiny model and PyTorch's parts; with TRITON_INTERPRET=1 in the environment
+--implementation fused runs there too, in minutes.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from cs336_systems.cli import command_line, parse
 
 @dataclass(frozen=True)
 class Arguments:
-    size: str = "8b"
-    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b."""
-    ctx: int = 32_768
-    """Context length, in tokens."""
+    size: str | None = None
+    """A named size: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: 8b on GPUs and tiny on a CPU."""
+    ctx: int | None = None
+    """Context length, in tokens. Default: 32,768 on GPUs and 16 on a CPU."""
     batch_size: int = 1
     """Sequences on each rank."""
     processes: tuple[int, ...] = ()
     """Numbers of ranks, one a GPU. Default: 2."""
-    implementation: tuple[Literal["fused", "torch"], ...] = ("fused", "torch")
-    """fused: this project's kernels, attention, FSDP and AdamW. torch: FSDP2, SDPA, torch.compile, fused AdamW."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of parameters, gradients and AdamW's moments."""
+    implementation: tuple[Literal["fused", "torch"], ...] | None = None
+    """fused: this project's kernels, attention, FSDP and AdamW. torch: FSDP2, SDPA, torch.compile, fused AdamW.
+    Default: both on GPUs and torch on a CPU."""
+    precision: Literal["bf16", "fp32"] | None = None
+    """Dtype of parameters, gradients and AdamW's moments. Default: bf16 on GPUs and fp32 on a CPU."""
     memory_gib: float | None = None
     """What the plan may use of each card. On a CPU everything is kept. Default: 95% of what other processes leave of
     it."""

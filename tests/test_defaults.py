@@ -18,6 +18,7 @@ from cs336_systems.benchmarking import (
     run_all_reduce,
     run_benchmark,
     run_data_parallel,
+    run_leaderboard_step,
     run_mixed_precision,
     run_sharding,
 )
@@ -62,6 +63,12 @@ SWEEPS: dict[str, tuple[Any, str, dict[str, tuple[set, set]]]] = {
     ),
     "fsdp_benchmark": (run_sharding, "run_rank_sweep", {"size": ({"xl"}, {"tiny"}), "ctx": ({512}, {64})}),
     "sharded_optimizer_benchmark": (run_sharding, "run_rank_sweep", {"size": ({"xl"}, {"tiny"})}),
+    "leaderboard_step": (
+        run_leaderboard_step,
+        "run_rank_sweep",
+        {"size": ({"8b"}, {"tiny"}), "ctx": ({32_768}, {16}), "precision": ({"bf16"}, {"fp32"}),
+         "implementation": ({"fused", "torch"}, {"torch"})},
+    ),
     "scaling_benchmark": (run_sharding, "run_rank_sweep", {"world_size": ({1, 2, 4, 8}, {1, 2, 4})}),
     "all_reduce_benchmark": (run_all_reduce, "run_rank_sweep", {"world_size": ({2, 4, 6}, {2, 4})}),
     "convergence": (
@@ -96,6 +103,8 @@ def test_without_arguments_a_cpu_gets_less(
     monkeypatch.setattr(convergence, "check_run", lambda config: (device, 1, None))
     monkeypatch.setattr(before_work, "run_isolated", lambda *_: Outcome("ok"))
     monkeypatch.setattr(rank_sweep, "start_fork_server", lambda *_: None)
+    monkeypatch.setattr(run_leaderboard_step, "why_kernels_not", lambda *_: None)
+    monkeypatch.setattr(run_leaderboard_step, "_card", lambda *_: (None, "flash-pytorch"))
     arguments = ["--part", "model"] if script == "checkpointing" else []
     run_script(script, *arguments, "--device", device, "--out", tmp_path)
     found = {column: {getattr(cell, column) for cell in swept} for column in expected}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,17 @@ def resolve_ranks_device(device: str) -> str:
 
 
 def model_on_ranks(
-    size: str | None, ctx: int | None, device: str, attention: str, **several: tuple[Any, ...]
+    size: str | None,
+    ctx: int | None,
+    device: str,
+    attention: str,
+    defaults: Mapping[str, tuple[Any, Any]] = _MODEL,
+    **several: tuple[Any, ...],
 ) -> dict[str, Any]:
     """The fields that all cells of a model on ranks share: its size and shape, context, the attention, and the device.
 
-    Size and context that are None are a node's work on GPUs, and seconds' on a CPU. It also has the fork server, from
-    which the ranks come, begin to import what they need.
+    Size and context that are None are those of `defaults` (`fill_in`): a node's work on GPUs, and seconds' on a CPU. It
+    also has the fork server, from which the ranks come, begin to import what they need.
 
     Raises:
         ValueError: no such size or device, an attention that does not run on the device, or one of `several` without
@@ -142,7 +147,7 @@ def model_on_ranks(
 
     missing = why_not(attention, device)
     check(missing is None, "attention", attention, str(missing))
-    chosen = fill_in({"size": size, "ctx": ctx}, _MODEL, device)
+    chosen = fill_in({"size": size, "ctx": ctx}, defaults, device)
     return {**named_shape(chosen["size"]), "ctx": chosen["ctx"], "attention": attention, "device": device}
 
 

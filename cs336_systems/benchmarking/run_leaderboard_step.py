@@ -33,6 +33,7 @@ from cs336_systems.benchmarking.rank_sweep import (
 from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
+from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launched_rank, launcher
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
@@ -43,7 +44,12 @@ from cs336_systems.workload import why_kernels_not
 USED_SHARE = 0.95
 # At most what the process that asks for a card's free memory takes of it by asking.
 _ASKING_BYTES = 2**30
-# What a CPU does in seconds.
+# What is measured by default: the leaderboard's step on GPUs, and what a CPU does in seconds.
+_MODEL: dict[str, tuple[Any, Any]] = {"size": ("8b", "tiny"), "ctx": (32_768, 16)}
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "precision": ("bf16", "fp32"),
+    "implementation": (("fused", "torch"), ("torch",)),
+}
 ON_A_CPU = "--size tiny --ctx 16 --precision fp32 --implementation torch"
 # PyTorch's parts hold more than the formula, which is for this project's: 112 GiB where it says 105.7 (17 of 8b's 34
 # blocks kept), and with 24 kept they asked for 138.7 where it says 130.4.
@@ -81,10 +87,11 @@ COLUMNS = {
 def run_leaderboard_step(
     command: str,
     *,
-    size: str,
-    ctx: int,
+    size: str | None,
+    ctx: int | None,
     processes: tuple[int, ...],
-    implementation: tuple[str, ...],
+    implementation: tuple[str, ...] | None,
+    precision: str | None,
     memory_gib: float | None,
     kept_blocks: tuple[int, ...],
     max_ctas: tuple[int, ...],
@@ -98,16 +105,20 @@ def run_leaderboard_step(
     """Prints the plan, measures every implementation, and leaves the files leaderboard_step* under `out`
     (scripts/leaderboard_step.py).
 
-    `parameters` are other fields of `LeaderboardCell`, the same for all. Bad input ends the program with status 2
-    before anything runs; whatever else ends it, the tables of the rows so far are written.
+    `parameters` are other fields of `LeaderboardCell`, the same for all. What is None of `_MODEL` and `_DEFAULTS` is
+    the leaderboard's on GPUs, and seconds' work on a CPU. Bad input ends the program with status 2 before anything
+    runs; whatever else ends it, the tables of the rows so far are written.
     """
     with refusing_bad_input():
         check_timeout(timeout_s)
-        common = model_on_ranks(size, ctx, device, "sdpa", implementation=implementation)
+        check(implementation != (), "implementation", "", "needs at least one value")
+        common = model_on_ranks(size, ctx, device, "sdpa", _MODEL)
         device = common["device"]
+        chosen = fill_in({"precision": precision, "implementation": implementation}, _DEFAULTS, device)
+        implementation = chosen["implementation"]
         settings = nccl_settings(device, max_ctas, high_priority)
         ranks = world_sizes(processes, device, (2,))
-        base = LeaderboardCell(**common, **parameters)
+        base = LeaderboardCell(**common, precision=chosen["precision"], **parameters)
         asked = [
             replace(base, implementation=name, kept_blocks=n)
             for name, n in product(implementation, kept_blocks or (0,))
