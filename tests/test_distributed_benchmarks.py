@@ -260,8 +260,10 @@ def test_nccl_settings_multiply_only_what_communicates() -> None:
         "bucketed, 4 CTAs, 100 MB",
         "bucketed, 4 CTAs, high priority, 100 MB",
     ]
-    with pytest.raises(ValueError, match="max_ctas=4: must be between 1 and 64, with device_type 'cuda'"):
+    with pytest.raises(ValueError, match="max_ctas=4: is an option of NCCL's, and so needs GPUs"):
         nccl_settings("cpu", (0, 4), ("off",))
+    with pytest.raises(ValueError, match="high_priority='on': is an option of NCCL's, and so needs GPUs"):
+        nccl_settings("cpu", (0,), ("off", "on"))
     with pytest.raises(ValueError, match="max_ctas='': needs at least one value"):
         nccl_settings("cuda", (), ("off",))
 

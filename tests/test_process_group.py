@@ -175,8 +175,10 @@ def test_a_rank_ends_where_its_last_words_cannot_be_written(kind: str, tmp_path:
     [
         ({"device_type": "tpu"}, "device_type='tpu': must"),
         ({"timeout_s": 0.0}, "timeout_s=0.0: must"),
-        ({"max_ctas": 4}, "max_ctas=4: must"),
-        ({"device_type": "cuda", "max_ctas": 0}, "max_ctas=0: must"),
+        ({"max_ctas": 4}, "max_ctas=4: is an option of NCCL's"),
+        ({"max_ctas": 65}, "max_ctas=65: must be between 1 and 64$"),
+        ({"device_type": "cuda", "max_ctas": 0}, "max_ctas=0: must be between 1 and 64$"),
+        ({"high_priority": True}, "high_priority=True: is an option of NCCL's"),
     ],
 )
 def test_bad_options_are_refused(arguments: dict, message: str) -> None:

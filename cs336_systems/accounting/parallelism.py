@@ -31,8 +31,9 @@ def ring_all_gather_seconds(
     hop's; the bandwidth is what one device sends. Raises ValueError for what cannot be (negative bytes, no devices).
     """
     require_positive(num_devices=num_devices, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-    if num_bytes < 0 or latency_s < 0:
-        raise ValueError(f"num_bytes={num_bytes}: must be at least 0, as must latency_s={latency_s}")
+    for name, value in (("num_bytes", num_bytes), ("latency_s", latency_s)):
+        if value < 0:
+            raise ValueError(f"{name}={value}: must be at least 0")
     hops = num_devices - 1
     return hops * latency_s + hops / num_devices * num_bytes / bandwidth_bytes_per_s
 

@@ -19,6 +19,7 @@ from cs336_systems.configs import check, named_shape
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import (
     DEFAULT_TIMEOUT_S,
+    NEEDS_NCCL,
     GroupOptions,
     RankContext,
     from_rank_0,
@@ -155,10 +156,11 @@ def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[
     """A cell's fields `max_ctas` and `high_priority` for each pair, NCCL's own number of CTAs (0) being None.
 
     Raises:
-        ValueError: a cap that cannot be, one without NCCL, or no value.
+        ValueError: a cap that cannot be, an option without NCCL, or no value.
     """
     check(len(max_ctas) > 0, "max_ctas", "", "needs at least one value")
     check(len(high_priority) > 0, "high_priority", "", "needs at least one value")
+    check(device == "cuda" or "on" not in high_priority, "high_priority", "on", NEEDS_NCCL)
     groups = [
         GroupOptions(device, max_ctas=n or None, high_priority=on == "on") for n, on in product(max_ctas, high_priority)
     ]

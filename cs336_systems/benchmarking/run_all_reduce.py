@@ -57,7 +57,7 @@ def run_all_reduce_benchmark(
         check_timeout(timeout_s)
         check(sizes_mb != (), "sizes_mb", "", "needs at least one value")
         device = resolve_ranks_device(device)
-        GroupOptions(device, max_ctas=max_ctas)
+        GroupOptions(device, max_ctas=max_ctas, high_priority=high_priority)
         cells = all_reduce_cells(
             device,
             world_sizes(processes, device, HANDOUT_PROCESSES),

@@ -32,6 +32,7 @@ from cs336_systems.distributed.spawn import spawn_processes
 Result = TypeVar("Result")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+NEEDS_NCCL = "is an option of NCCL's, and so needs GPUs; on a CPU the backend is gloo"
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 1e6  # c10d counts milliseconds in 32 bits
 _groups_so_far = itertools.count()
@@ -59,8 +60,12 @@ class GroupOptions:
             raise ValueError(f"device_type={self.device_type!r}: must be one of {', '.join(BACKENDS)}")
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:  # nor is "not a number" in between
             raise ValueError(f"timeout_s={self.timeout_s}: must be more than 0 and at most {LONGEST_TIMEOUT_S:.0f}")
-        if self.max_ctas is not None and (self.device_type != "cuda" or not 1 <= self.max_ctas <= 64):
-            raise ValueError(f"max_ctas={self.max_ctas}: must be between 1 and 64, with device_type 'cuda'")
+        if self.max_ctas is not None and not 1 <= self.max_ctas <= 64:
+            raise ValueError(f"max_ctas={self.max_ctas}: must be between 1 and 64")
+        if self.max_ctas is not None and self.backend != "nccl":
+            raise ValueError(f"max_ctas={self.max_ctas}: {NEEDS_NCCL}")
+        if self.high_priority and self.backend != "nccl":
+            raise ValueError(f"high_priority=True: {NEEDS_NCCL}")
 
     @property
     def backend(self) -> str:
