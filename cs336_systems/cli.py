@@ -36,9 +36,10 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
         try:
             if {"-h", "--help"} & set(sys.argv[1:]):
                 print(wrapped(description or ""), end="\n\n")
+            kind, defaults = explained(arguments)
             options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
-            read = tyro.cli(explained(arguments), description="", **options)
-            return arguments(**vars(read))
+            read = tyro.cli(kind, default=defaults, description="", **options)
+            return arguments(**read)
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
             raise

@@ -13,7 +13,7 @@ import shutil
 import textwrap
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints
 
 _NAMES = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 _WIDEST = 120
@@ -28,28 +28,35 @@ def wrapped(text: str) -> str:
     return "\n\n".join(part if part.startswith(" ") else fill(part) for part in paragraphs)
 
 
-def explained(arguments: Any) -> Any:
-    """A dataclass of the same fields, with what tyro is to say of each.
+def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """A TypedDict of a dataclass's fields, with what tyro is to say of each, and the defaults that are not None.
 
     The last sentence of a field's docstring, where it is "Default: …", stands in the place of a default of None or (),
-    which say nothing by themselves.
+    which say nothing by themselves. A field whose default is None is there only if it is given: tyro would take `None`
+    for one of its values, and name it among them.
     """
     import tyro
 
     docs = field_docs(arguments)
     hints, bare = get_type_hints(arguments, include_extras=True), get_type_hints(arguments)
-    fields = []
+    fields: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(arguments):
         text, _, default = docs.get(field.name, "").partition("Default: ")
         options: dict[str, Any] = {"help": text.strip() or None}
+        hint: Any = hints[field.name]
         if field.default is None or field.default == ():
             options["help_behavior_hint"] = f"(default: {default.removesuffix('.')})" if default else ""
             options["metavar"] = _metavar(bare[field.name])
+        if field.default is None:
+            hint = _without_none(hint)
         elif field.default is dataclasses.MISSING:
             options["help_behavior_hint"] = "(required)"
-        hint: Any = Annotated[hints[field.name], tyro.conf.arg(**options)]  # ty: ignore[invalid-type-form]
-        fields.append((field.name, hint, dataclasses.field(default=field.default)))
-    return dataclasses.make_dataclass(arguments.__name__, fields)
+        else:
+            defaults[field.name] = field.default
+        hint = Annotated[hint, tyro.conf.arg(**options)]
+        fields[field.name] = NotRequired[hint] if field.default is None else hint
+    return TypedDict(arguments.__name__, fields), defaults  # ty: ignore[invalid-argument-type]
 
 
 def field_docs(arguments: type) -> dict[str, str]:
@@ -69,10 +76,16 @@ def field_docs(arguments: type) -> dict[str, str]:
     return docs
 
 
-def _metavar(hint: Any) -> str:
-    """What stands for the values of a type other than None, e.g. "INT" for `int | None`."""
+def _without_none(hint: Any) -> Any:
+    """`int` for `int | None`; any other type as it is."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+    return hint
+
+
+def _metavar(hint: Any) -> str:
+    """What stands for the values of a type other than None, e.g. "INT" for `int | None`."""
+    hint = _without_none(hint)
     if get_origin(hint) is tuple:
         one = _metavar(get_args(hint)[0])
         return f"[{one} [{one} ...]]" if len(one) < _LONG else f"[{one} [...]]"  # as tyro has it

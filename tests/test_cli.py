@@ -1,5 +1,6 @@
 """What every script does with its command line, and with a Ctrl-C or an error that nobody caught."""
 
+import dataclasses
 import importlib
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -143,6 +145,40 @@ class Arguments(Base):
         assert shown in words
     monkeypatch.setattr(sys, "argv", ["x.py", "--first", "4", "5", "--second", "b"])
     assert vars(parse(arguments, "")) == {"first": (4, 5), "second": "b", "third": (), "fourth": 7}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    required: str
+    one: Literal["d", "a", "c", "b"] | None = None
+    several: tuple[Literal["d", "a", "c", "b"], ...] | None = None
+    number: int | None = None
+    flag: bool = False
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("--one e", "invalid choice 'e' for argument '--one'. Expected one of ('d', 'a', 'c', 'b')."),
+        ("--several a e", "invalid choice 'e' for argument '--several'. Expected one of ('d', 'a', 'c', 'b')."),
+        ("--one None", "invalid choice 'None' for argument '--one'"),
+        ("--several None", "invalid choice 'None' for argument '--several'"),
+        ("--number None", "Error parsing --number"),
+    ],
+)
+def test_none_is_what_stands_for_no_flag_and_none_of_its_values(run_script, monkeypatch, capsys, argument, shown):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--required", "x", *argument.split()])
+    with pytest.raises(SystemExit, match="2"):
+        parse(Chosen, "")
+    assert shown in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_arguments_that_are_not_given_keep_their_default(run_script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--required", "x"])
+    assert parse(Chosen, "") == Chosen("x")
+    given = ["--one", "c", "--several", "b", "a", "--number", "3", "--flag"]
+    monkeypatch.setattr(sys, "argv", ["x.py", "--required", "x", *given])
+    assert parse(Chosen, "") == Chosen("x", "c", ("b", "a"), 3, True)
 
 
 def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):
