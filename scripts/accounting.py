@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cs336_systems.accounting.training_memory import Sharding
-from cs336_systems.cli import parse, refusing_bad_input
+from cs336_systems.cli import parse, refusing_bad_input, show
 from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check_choice
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     from cs336_systems.accounting.xxl import derivation
 
     if arguments.handout:
-        print(derivation())
+        show(derivation())
         return
     options = dict(vars(arguments))
     size, ctx, _ = (options.pop(name) for name in ("size", "ctx", "handout"))
@@ -67,7 +67,7 @@ def main() -> None:
         given = {name: value for name, value in shape.items() if value is not None}
         config = replace(MODEL_SIZES[size], context_length=ctx, **given)
         report = model_report(config, context_length=ctx, **options)
-    print(report)
+    show(report)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cs336_systems.cli import fail, parse, refusing_bad_input
+from cs336_systems.cli import fail, parse, refusing_bad_input, show
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             fail(str(error))
     for job, words in zip(jobs, commands, strict=True):
-        print(f"{job.job_id}: {shlex.join(words)}  (log: {job.paths.stdout})")
+        show(f"{job.job_id}: {shlex.join(words)}  (log: {job.paths.stdout})")
     if wait:
         for job in jobs:
             job.result()

@@ -1,5 +1,6 @@
 """What every script does with its command line, and with a Ctrl-C or an error that nobody caught."""
 
+import ast
 import dataclasses
 import importlib
 import os
@@ -88,6 +89,24 @@ def test_flags_are_described_and_those_that_mean_the_same_in_the_same_words():
     sweeps = {words for words in said["resume"] if words.startswith("Keep the rows")}
     assert len(sweeps) <= 2, sweeps  # the comparison of training runs goes on with what each has
     assert {words.split()[0] for words in said["seed"]} == {"Seed"}
+
+
+def test_a_result_that_nobody_reads_is_no_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = ROOT / "scripts" / "accounting.py"
+    run = subprocess.run([sys.executable, script], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_results_are_printed_by_show():
+    """Which a reader that has gone, or a full disk, does not end with a traceback."""
+    for path in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "cs336_systems").rglob("*.py")]:
+        if path.name not in ("cli.py", "submission.py"):  # the second's lines are a job's log
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+                    assert "file" in {keyword.arg for keyword in node.keywords}, f"{path.name}, line {node.lineno}"
 
 
 @pytest.mark.parametrize("width", [80, 120])

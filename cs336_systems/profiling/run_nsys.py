@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cli import refusing_bad_input
+from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cell
 from cs336_systems.profiling.nsys import (
     PARAMETERS,
@@ -72,7 +72,7 @@ def run_nsys(
             check_writable(out)
     if dry_run:
         for words in commands(cells, program, out, unprofiled):
-            print(shlex.join(words))
+            show(shlex.join(words))
         return
     try:
         if unprofiled:

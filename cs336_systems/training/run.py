@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from cs336_systems.attention.model_attention import why_not
-from cs336_systems.cli import refusing_bad_input, tell
+from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
@@ -212,5 +212,5 @@ def _conclude(summary: Summary, config: TrainConfig, command: str) -> Summary:
         raise SystemExit(1)
     loss = "" if summary.validation_loss is None else f"validation loss {summary.validation_loss:.4f}; "
     skipped = f"{summary.skipped_steps} steps skipped; " if config.precision == "fp16" else ""
-    print(f"{summary.step} steps: {loss}{skipped}{config.out}/{{{METRICS},{PLOT}}} and {summary.checkpoint}")
+    show(f"{summary.step} steps: {loss}{skipped}{config.out}/{{{METRICS},{PLOT}}} and {summary.checkpoint}")
     return summary
