@@ -180,7 +180,25 @@ def test_report_shows_the_formulas_numbers():
     assert f"| forward and backward | {step / 1e12:.4g} | 300.0% |" in report
     assert f"| AdamW's moments | {2 * 4 * 1998235200 / 2**30:.3f} |" in report
     assert "### Where communication takes over" in report
-    assert "No peak in bf16 is known for 'Tesla T4'" in model_report(TINY, 1, 8, "bf16", gpu="Tesla T4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "foo"], "--gpu foo: must be a card whose peak is known"),
+        (
+            ["--gpu", "Tesla T4", "--precision", "bf16"],
+            "--precision bf16: must be one that gpu='Tesla T4' has a unit for",
+        ),
+        (["--bandwidth-gb-per-s", "450"], "--bandwidth-gb-per-s 450.0: must be given with gpu"),
+        (["--handout", "--size", "large"], "--size large: is not of the exercise; --handout goes without other flags"),
+        (["--size", "custom"], "--size custom: must be one of"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(run_script, arguments, message):
+    status, shown, errors = run_script("accounting", *arguments)
+    assert (status, shown) == (2, "")
+    assert f"error: {message}" in errors
 
 
 def test_script_needs_no_torch():

@@ -61,8 +61,15 @@ def model_report(
     """Parameters, FLOPs, memory and communication limits of one model, as Markdown.
 
     With `gpu` (a name as torch.cuda.get_device_name() gives it) times at its peak are added, and with a bandwidth (in
-    1e9 bytes/s) as well, the limits of data and tensor parallelism. Raises ValueError for arguments that cannot be.
+    1e9 bytes/s) as well, the limits of data and tensor parallelism. Raises ValueError for arguments that cannot be,
+    among them a GPU of which no peak in the precision is known, and a bandwidth without a GPU.
     """
+    if bandwidth_gb_per_s is not None:
+        require_positive(bandwidth_gb_per_s=bandwidth_gb_per_s)
+        if gpu is None:
+            raise ValueError(
+                f"bandwidth_gb_per_s={bandwidth_gb_per_s}: must be given with gpu, whose peak it is set beside"
+            )
     sections = [
         _parameter_section(config),
         _flops_section(config, batch_size, context_length, precision, attention, checkpoint_every, gpu),
@@ -71,13 +78,24 @@ def model_report(
         ),
         _block_section(config, batch_size, context_length, precision, attention),
     ]
-    peak = peak_tflops(gpu, precision) if gpu else None
-    if bandwidth_gb_per_s is not None:
-        require_positive(bandwidth_gb_per_s=bandwidth_gb_per_s)
-    if peak is not None and bandwidth_gb_per_s is not None:
+    if gpu is not None and bandwidth_gb_per_s is not None:
+        peak, _ = _known_peak(gpu, precision)
         device = Device(peak * 1e12, bandwidth_gb_per_s * 1e9)
         sections.append(_limits_section(config, device, batch_size * context_length, compute_bytes(precision)))
     return "\n\n".join(sections)
+
+
+def _known_peak(gpu: str, precision: Precision) -> tuple[float, str]:
+    """`peak_tflops` and where it is from; ValueError where none is known."""
+    peak, card = peak_tflops(gpu, precision), gpu_peak(gpu)
+    if card is None:
+        raise ValueError(
+            f"gpu={gpu!r}: must be a card whose peak is known, by the name of torch.cuda.get_device_name, such as "
+            "'NVIDIA H200' or 'NVIDIA RTX 4090'"
+        )
+    if peak is None:
+        raise ValueError(f"precision={precision!r}: must be one that gpu={gpu!r} has a unit for")
+    return peak, card.source
 
 
 def _parameter_section(config: ModelShape) -> str:
@@ -124,16 +142,12 @@ def _flops_section(
         f"\n\nAll N² scores are counted. Softmax beside them: {softmax / 1e12:.4g} TFLOP, "
         f"{softmax / attention_products:.2%} of attention's two products."
     )
-    if gpu:
-        peak, source = peak_tflops(gpu, precision), gpu_peak(gpu)
-        if peak is None or source is None:
-            text += f"\n\nNo peak in {precision} is known for {gpu!r}. "
-            text += "Cards go by the names of torch.cuda.get_device_name, such as 'NVIDIA H200' or 'NVIDIA RTX 4090'."
-        else:
-            text += (
-                f"\n\nAt {peak:g} TFLOP/s ({gpu}, {precision}; {source.source}) forward takes "
-                f"{forward / peak / 1e9:.3g} ms at least, forward and backward {step / peak / 1e9:.3g} ms."
-            )
+    if gpu is not None:
+        peak, source = _known_peak(gpu, precision)
+        text += (
+            f"\n\nAt {peak:g} TFLOP/s ({gpu}, {precision}; {source}) forward takes "
+            f"{forward / peak / 1e9:.3g} ms at least, forward and backward {step / peak / 1e9:.3g} ms."
+        )
     return text
 
 
