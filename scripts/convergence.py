@@ -37,8 +37,8 @@ class Arguments:
     """Sequences of an optimizer step, over all processes."""
     steps: int | None = None
     """Optimizer steps of each run. Default: 300 on a GPU and 30 elsewhere."""
-    warmup_steps: int = 20
-    """Steps over which the learning rate rises."""
+    warmup_steps: int | None = None
+    """Steps over which the learning rate rises. Default: a tenth of the steps, and 20 at most."""
     learning_rate: float = 1e-3
     """The highest learning rate."""
     min_learning_rate: float = 1e-4

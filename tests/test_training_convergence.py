@@ -19,7 +19,7 @@ from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.records import NotWritten, read_results
 from cs336_systems.training import run
-from cs336_systems.training.checkpoints import checkpoint_path, list_checkpoints
+from cs336_systems.training.checkpoints import checkpoint_path, list_checkpoints, load_checkpoint
 from cs336_systems.training.config import TrainArguments, TrainConfig
 from cs336_systems.training.metrics import METRICS, read_metrics
 from tests.script_helpers import ScriptProcess, wait_until
@@ -77,6 +77,15 @@ def test_the_cpu_is_looked_at_only_where_something_is_trained(tmp_path, monkeypa
     assert read_metrics(tmp_path / "runs" / "bf16" / "seed-0" / METRICS)[0]["busy_cores"] == 1.5
     _run(tmp_path, variant=("tf32", "bf16"), seed=(0,), resume=True)
     assert len(looked) == 2  # nothing was left to measure
+
+
+def test_fewer_steps_than_the_rate_rises_over_by_default_are_a_run(tmp_path, run_script):
+    """By default it rises over a tenth of the steps; the runs say over how many."""
+    tiny = ["--steps", 10, "--ctx", 8, "--batch-size", 2, "--variant", "fp32", "--device", "cpu"]
+    status, _, errors = run_script("convergence", *tiny, "--data", write_text(tmp_path), "--out", tmp_path / "runs")
+    assert status == 0, errors
+    (checkpoint,) = list_checkpoints(tmp_path / "runs" / "fp32" / "seed-0")
+    assert load_checkpoint(checkpoint).config["warmup_steps"] == 1
 
 
 def test_runs_at_the_same_time_end_as_one_by_one(tmp_path):

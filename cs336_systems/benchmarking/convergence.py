@@ -113,6 +113,7 @@ def run_convergence(
         base = fill_in({**base, "variant": variant, "seed": seed}, _DEFAULTS, device)
         variants, seeds = base.pop("variant"), base.pop("seed")
         base_config = TrainConfig(**base, device=device, out=out)
+        base_config = dataclasses.replace(base_config, warmup_steps=base_config.rising_steps)
         _, _, tokens = check_run(base_config)
         results = ResultsFile(out, "convergence", ConvergenceRow, provenance, resume, look)
         for row in results.rows:  # kept ones stand in one table with what is to come
