@@ -38,10 +38,10 @@ class NotWritten(OSError):
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean, sample standard deviation (0 for one value), median and minimum, in the values' own unit."""
+    """Mean, sample standard deviation (None for one value), median and minimum, in the values' own unit."""
 
     mean: float
-    std: float
+    std: float | None
     median: float
     min: float
 
@@ -52,7 +52,7 @@ class Statistics:
             raise ValueError("values=[]: statistics need at least one value")
         return cls(
             mean=float(statistics.fmean(values)),
-            std=float(statistics.stdev(values)) if len(values) > 1 else 0.0,
+            std=float(statistics.stdev(values)) if len(values) > 1 else None,
             median=float(statistics.median(values)),
             min=float(min(values)),
         )

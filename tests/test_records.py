@@ -25,7 +25,7 @@ class _Row:
 
 def test_statistics():
     assert Statistics.of([1.0, 2.0, 6.0]) == Statistics(mean=3.0, std=pytest.approx(7**0.5), median=2.0, min=1.0)
-    assert Statistics.of([4.0]).std == 0.0
+    assert Statistics.of([4.0]) == Statistics(mean=4.0, std=None, median=4.0, min=4.0)  # one value has no spread
     with pytest.raises(ValueError, match="at least one"):
         Statistics.of([])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.benchmarking.report import ITEMS, report
-from cs336_systems.benchmarking.report_rows import NAMES_WITH_DIGITS, read_rows, say
+from cs336_systems.benchmarking.report_rows import NAMES_WITH_DIGITS, Row, read_rows, say, with_spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -66,6 +66,12 @@ def test_a_digit_in_a_template_is_refused():
     assert sentence is not None
     assert (sentence.text, sentence.values) == ("12.35 ms in float32", ("12.35",))
     assert say("{a} ms", a=None) is None
+
+
+def test_one_step_has_no_spread():
+    assert with_spread(Row(step_median_ms=711.43, step_std_ms=0.56), "step_median_ms") == "711.4 ± 0.56"
+    assert with_spread(Row(step_median_ms=711.43, step_std_ms=None), "step_median_ms") == 711.43
+    assert with_spread(Row(status="oom"), "step_median_ms") == "OOM"
 
 
 def test_sentences_change_with_the_rows(tmp_path):

@@ -207,7 +207,7 @@ def plot_all_reduce(rows: Sequence[AllReduceRow], fits: Sequence[AllReduceFit], 
         sizes, colour = [row.size_mb for row in mine], COLOURS[index % len(COLOURS)]
         label = f"{mine[0].backend}, {world_size} ranks"
         time_axis.errorbar(
-            sizes, [r.median_ms for r in mine], [r.std_ms for r in mine], fmt="o", color=colour, label=label
+            sizes, [r.median_ms for r in mine], [r.std_ms or 0.0 for r in mine], fmt="o", color=colour, label=label
         )
         bandwidth_axis.plot(sizes, [row.bus_gb_per_s for row in mine], "o-", color=colour, label=label)
         for fit in fits:

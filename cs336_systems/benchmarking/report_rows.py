@@ -116,9 +116,11 @@ def fastest(rows: Iterable[Any]) -> Any:
 
 
 def with_spread(row: Any, name: str) -> object:
-    """A row's median or mean of steps, `name`, with their standard deviation, "711.4 ± 0.5598"; else as `status_or`."""
+    """A row's median or mean of steps, `name`, with their standard deviation, "711.4 ± 0.5598"; as `status_or` where
+    there is none, or one step only."""
     value = status_or(row, name)
-    return f"{format_value(value)} ± {format_value(row.step_std_ms)}" if row is not None and row.ok else value
+    spread = row is not None and row.ok and row.step_std_ms is not None
+    return f"{format_value(value)} ± {format_value(row.step_std_ms)}" if spread else value
 
 
 def percent(share: float | None, signed: bool = False) -> str | None:
