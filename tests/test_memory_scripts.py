@@ -1,5 +1,7 @@
 """scripts/profile_memory.py, saved_tensors.py and checkpointing.py as a person runs them."""
 
+import re
+
 import pytest
 
 from cs336_systems.benchmarking.checkpointing import CheckpointRow
@@ -26,11 +28,15 @@ def test_a_memory_profile_and_its_snapshot_by_itself(tmp_path, run_script):
     assert all(row.kept_gib == row.kept_predicted_gib for row in rows)
     allocations = read_results(tmp_path / "out" / "memory_allocations.json", AllocationRow)[1]
     assert [row.rank for row in allocations] == [*range(1, 9)]
-    assert "peak GiB" in shown
+    heading = re.sub(" +", " ", next(line for line in shown.splitlines() if line.startswith("| size ")))
+    assert "| peak GiB | predicted peak GiB | in | parameters GiB | optimizer state GiB |" in heading
+    assert "allocated" not in heading
+    assert "Sizes are as asked for.\n" in shown  # a CPU has no allocator to tell of
     assert "cs336_basics/model.py:" in shown
     snapshot = tmp_path / "out" / "snapshots" / "tiny_ctx32_train-step_bf16.pickle"
     status, shown, errors = run_script("profile_memory", "--snapshot", snapshot, "--out", tmp_path / "read")
     assert status == 0, errors
+    assert "| phase | peak GiB | parameters GiB | optimizer state GiB | gradients GiB |" in shown
     assert f"| all | {rows[0].peak_gib:.3f} |" in shown
     assert (tmp_path / "read" / "tiny_ctx32_train-step_bf16.png").exists()
 

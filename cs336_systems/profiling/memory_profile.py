@@ -185,7 +185,7 @@ COLUMNS = {
     "peak_gib": "peak GiB",
     "peak_predicted_gib": "predicted peak GiB",
     "peak_phase": "in",
-    **{f"{category.replace(' ', '_')}_gib": category for category in CATEGORIES},
+    **{f"{category.replace(' ', '_')}_gib": f"{category} GiB" for category in CATEGORIES},
     "kept_gib": "kept for backward GiB",
     "kept_predicted_gib": "predicted kept GiB",
     "residual_mib": "residual MiB",
@@ -208,7 +208,7 @@ ALLOCATION_COLUMNS = {
 }
 NOTE = (
     "Peaks by phase, and in the columns from parameters to other what was held at the highest of them. Sizes are as "
-    "asked for; allocated and reserved are the allocator's."
+    "asked for"
 )
 
 
@@ -222,7 +222,8 @@ def write_files(results: ResultsFile, allocations: ResultsFile) -> str:
         for name, heading in COLUMNS.items()
         if name in always or not {getattr(row, name) for row in rows} <= {None, "naive", "off", 0}
     }
-    tables = [results.write_tables(columns, NOTE), allocations.write_tables(ALLOCATION_COLUMNS)]
+    note = f"{NOTE}; allocated and reserved are the allocator's." if "allocated_peak_gib" in columns else f"{NOTE}."
+    tables = [results.write_tables(columns, note), allocations.write_tables(ALLOCATION_COLUMNS)]
     return "\n".join(table for table in tables if table)
 
 
@@ -235,7 +236,7 @@ def report_snapshot(path: Path, out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     plot_timeline(timeline, out / f"{path.stem}.png", path.stem)
     lines = [
-        "| phase | peak GiB | " + " | ".join(CATEGORIES) + " |",
+        "| phase | peak GiB | " + " | ".join(f"{category} GiB" for category in CATEGORIES) + " |",
         "| --- " + "| ---: " * (len(CATEGORIES) + 1) + "|",
     ]
     for phase in [*timeline.phases, None]:
