@@ -15,6 +15,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints
 
+from cs336_systems.configs import MODEL_SIZES
+
 _NAMES = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
 _WIDEST = 120
 _LONG = 25
@@ -33,7 +35,7 @@ def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
 
     The last sentence of a field's docstring, where it is "Default: …", stands in the place of a default of None or (),
     which say nothing by themselves. A field whose default is None is there only if it is given: tyro would take `None`
-    for one of its values, and name it among them.
+    for one of its values, and name it among them. Where all sizes of models are listed, each is said to be what it is.
     """
     import tyro
 
@@ -43,6 +45,7 @@ def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(arguments):
         text, _, default = docs.get(field.name, "").partition("Default: ")
+        text = text.replace(", ".join(MODEL_SIZES), _sizes())
         options: dict[str, Any] = {"help": text.strip() or None}
         hint: Any = hints[field.name]
         if field.default is None or field.default == ():
@@ -57,6 +60,13 @@ def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
         hint = Annotated[hint, tyro.conf.arg(**options)]
         fields[field.name] = NotRequired[hint] if field.default is None else hint
     return TypedDict(arguments.__name__, fields), defaults  # ty: ignore[invalid-argument-type]
+
+
+def _sizes() -> str:
+    """The sizes' names, each with its layers and d_model: "tiny (2 layers, d_model 128), small (12, 768), …"."""
+    (first, size), *others = MODEL_SIZES.items()
+    shown = [f"{first} ({size.num_layers} layers, d_model {size.d_model})"]
+    return ", ".join(shown + [f"{name} ({size.num_layers}, {size.d_model})" for name, size in others])
 
 
 def field_docs(arguments: type) -> dict[str, str]:

@@ -31,7 +31,8 @@ class Arguments:
     """fused is the project's kernel; torch is fused AdamW, F.rms_norm, and the loss in checkpointed chunks of 4,096
     tokens (nothing for the others)."""
     size: tuple[str, ...] = ()
-    """Named sizes, whose widths and vocabulary are used. Default: large and 8b on a GPU, tiny elsewhere."""
+    """Named sizes, whose widths and vocabulary are used: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: large
+    and 8b on a GPU, tiny elsewhere."""
     precision: tuple[Precision, ...] = ("bf16",)
     """The dtype of inputs, weights, gradients and state; tf32 is fp32 with tensor cores."""
     tokens: int | None = None

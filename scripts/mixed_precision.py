@@ -27,7 +27,8 @@ class Arguments:
     part: tuple[Part, ...] = ("accumulation", "dtypes", "layer-norm", "benchmark")
     """What to run."""
     size: tuple[str, ...] | None = None
-    """Named sizes for the benchmark. Default: small, medium, large, xl and 2.7b on a GPU, and tiny elsewhere."""
+    """Named sizes for the benchmark: tiny, small, medium, large, xl, 2.7b, 10b, 8b. Default: small, medium, large, xl
+    and 2.7b on a GPU, and tiny elsewhere."""
     ctx: tuple[int, ...] = (256,)
     """Context lengths, in tokens."""
     mode: tuple[Mode, ...] = ("train-step",)

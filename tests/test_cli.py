@@ -120,6 +120,10 @@ def test_help_fits_the_terminal(run_script, monkeypatch, script, width):
     assert [line for line in options.splitlines() if len(line) > width] == []
     assert "\n\n\n" not in description
     assert "None" not in options
+    if " --size " in options:
+        said = " ".join(options.replace("│", " ").split())
+        assert "tiny (2 layers, d_model 128), small (12, 768), medium (24, 1024), large (36, 1280), xl" in said
+        assert "8b (34, 4096)" in said
     assert "(default: )" not in options
 
 
