@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -155,6 +156,17 @@ def test_a_second_ctrl_c_ends_at_once_with_what_is_there(tmp_path, monkeypatch, 
     assert "Interrupted. To go on from checkpoint-00000003.pt: x --resume\n" in capsys.readouterr().err
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4]
     assert (config.out / PLOT).exists()
+
+
+@pytest.mark.parametrize("parallel", ["none", "ddp"])
+def test_sigterm_is_told_with_the_command_that_goes_on(tmp_path, parallel):
+    config = make_config(tmp_path, steps=1_000_000, checkpoint_every=2, parallel=parallel)
+    script = ScriptProcess(tmp_path, "train", *_arguments(config))
+    wait_until(lambda: list_checkpoints(config.out), "a checkpoint")
+    script.send_signal(signal.SIGTERM)
+    assert script.wait() == 128 + signal.SIGTERM
+    assert re.search(r"\nEnded by SIGTERM\. To go on from checkpoint-\d+\.pt: .* --resume\n", script.errors)
+    assert "Traceback" not in script.errors
 
 
 def test_a_run_that_stops_itself_says_why(tmp_path, capsys):

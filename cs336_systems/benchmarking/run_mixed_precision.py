@@ -70,8 +70,9 @@ def run_mixed_precision(
         if "benchmark" in part:
             cells = without_missing(cells)
             check_models(possible(cells))
-        benchmark = "benchmark", PrecisionRow, provenance, resume, look
-        results = ResultsFile(out, *benchmark) if "benchmark" in part else None
+        results = None
+        if "benchmark" in part:
+            results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume, look)
     if "accumulation" in part:
         _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)
     if "dtypes" in part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from contextlib import suppress
 
@@ -31,8 +32,9 @@ _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO
 def run_training(command: str, config: TrainConfig) -> Summary:
     """Trains as `config` says and leaves metrics.jsonl, train.png and checkpoints under `config.out`.
 
-    Bad input ends the program with status 2 before anything is built. A run that stopped itself ends it with 1 and one
-    that was interrupted with 130, both after the files are on disk. Of a launched job only rank 0 returns.
+    Bad input ends the program with status 2 before anything is built. A run that stopped itself ends it with 1, and one
+    that was stopped with 130 (Ctrl-C) or 143 (SIGTERM), after the files are on disk. Of a launched job only rank 0
+    returns.
     """
     with refusing_bad_input():
         if launched_rank() in (None, 0):
@@ -48,9 +50,12 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         else:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
             summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {to_go_on(command, _newest(config))}", file=sys.stderr)
-        raise SystemExit(130) from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        is_sigterm = isinstance(error, SystemExit)
+        if is_sigterm and error.code != 128 + signal.SIGTERM:
+            raise
+        tell(f"\n{'Ended by SIGTERM' if is_sigterm else 'Interrupted'}. {to_go_on(command, _newest(config))}")
+        raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None
     except (OSError, RankFailedError) as error:
         full = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(full, OSError) or full.errno not in _CANNOT_WRITE:
