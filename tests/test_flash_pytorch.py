@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,6 +37,10 @@ def with_strides(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=60)
+@example(
+    batch=1, kv_heads=1, group_size=3, n_queries=68, n_keys=1, head_dim=1, is_causal=False, scale=None, tiles=(32, 8),
+    layout="contiguous", dtype=torch.float32, seed=0,
+)  # fmt: skip
 @given(
     batch=st.integers(1, 2),
     kv_heads=st.integers(1, 2),
@@ -67,10 +71,12 @@ def test_any_shape_against_float64(
     for name, x, y in zip(("o", "dq", "dk", "dv"), actual[:4], expected[:4], strict=True):
         # All sums are float32, so o and dv in low precision are off by their own rounding alone; dq and dk also by that
         # of o in D = rowsum(o ∘ do), which does not shrink where their terms cancel. Observed in 2,500 draws, in units
-        # of epsilon: 0.5 and 7.5 in low precision, 13 and 210 in float32 and float64.
-        units = {("o", True): 0.6, ("dv", True): 0.6, ("o", False): 30.0, ("dv", False): 30.0}
+        # of epsilon: 0.5 and 7.5 in low precision, 13 and 210 in float32 and float64. A dv that is a sum of hundreds of
+        # terms, which cancel, is off by the roundings of sums as large as the root of their number.
+        units = {("o", True): 0.6, ("dv", True): 0.6, ("o", False): 30.0, ("dv", False): 15.0}
         allowed = units.get((name, dtype.itemsize == 2), 15.0 if dtype.itemsize == 2 else 500.0)
-        size = max(1.0, y.abs().max().item()) if y.numel() else 1.0
+        n_terms = n_queries * group_size if (name, dtype.itemsize == 2) == ("dv", False) else 1
+        size = max(n_terms**0.5, y.abs().max().item()) if y.numel() else 1.0
         assert largest_error(x, y) <= allowed * torch.finfo(dtype).eps * size, name
 
 
