@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.records import write_atomically
+from cs336_systems.files import write_atomically
 
 # One colour a phase or a technique, told apart by colour-blind readers too (Okabe and Ito's palette).
 PHASE_COLOURS = {"forward": "#0072B2", "loss": "#56B4E9", "backward": "#D55E00", "optimizer": "#009E73"}

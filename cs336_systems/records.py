@@ -7,33 +7,22 @@ whatever stops the run (Ctrl-C, a full disk, a crash) leaves every finished row 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from cs336_systems.files import check_writable, lock_folder, write_atomically
 from cs336_systems.provenance import Provenance
 from cs336_systems.signals import signals_waiting
 
 
 class Unsupported(Exception):
     """What was asked for cannot run on this machine; the message is the row's reason, its status "unsupported"."""
-
-
-class NotWritten(OSError):
-    """One of our own files could not be written, as where the disk is full: not what a measurement itself raises."""
-
-    @property
-    def in_a_line(self) -> str:
-        """What a script that does not catch it says."""
-        return f"cannot write {self.filename}: {self.strerror}. Make room, and run it again."
 
 
 @dataclass(frozen=True)
@@ -253,71 +242,6 @@ def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a results file of {row_type.__name__} rows ({error})") from error
     return runs, rows, run_of_row
-
-
-def check_writable(directory: Path) -> None:
-    """Makes the directory, and raises ValueError, naming it, if no file can be written there."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        file = next((path for path in (directory, *directory.parents) if os.path.isfile(path)), None)
-        which = "it" if file == directory else file
-        why = error.strerror if file is None else f"{which} is a file"
-        raise ValueError(f"out={str(directory)!r}: must be a folder that can be written to ({why})") from error
-
-
-@contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Inside, an OSError is that `path`, a file of our own, could not be written: NotWritten."""
-    try:
-        yield
-    except OSError as error:
-        raise NotWritten(error.errno, error.strerror, str(path)) from error
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces the file whole, or leaves it as it was and raises NotWritten."""
-    temporary = path.parent / f".{path.name}-{os.getpid()}"
-    with writing(path):
-        try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-
-
-_locked_folders: set[Path] = set()
-
-
-def lock_folder(directory: Path) -> None:
-    """Keeps other processes' runs out of a folder until this process ends; two would overwrite each other's rows.
-
-    Raises ValueError while another process has it. Without file locks (Windows, some network disks) it does nothing.
-    """
-    try:
-        import fcntl
-
-        folder = directory.resolve()
-        if folder in _locked_folders:
-            return
-        descriptor = os.open(folder, os.O_RDONLY)  # left open: the lock goes with it
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ValueError(
-            f"out={str(directory)!r}: another run is writing there; wait for it, or name another folder"
-        ) from None
-    except (ImportError, OSError):
-        return
-    _locked_folders.add(folder)
 
 
 def to_frame(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> Any:

@@ -33,7 +33,7 @@ def main() -> None:
     arguments = parse(Arguments, __doc__)
     from cs336_systems.benchmarking.reproduce import machine_here, plan, plan_table, run_plan, run_script
     from cs336_systems.benchmarking.reproduce_steps import STEPS, step_named
-    from cs336_systems.records import check_writable
+    from cs336_systems.files import check_writable
 
     with refusing_bad_input():
         steps = tuple(map(step_named, arguments.only)) or STEPS

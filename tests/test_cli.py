@@ -33,7 +33,7 @@ def test_only_an_interrupt_and_a_full_disk_lose_their_traceback(raised, shown, h
     code = f"""
         from dataclasses import dataclass
         from cs336_systems.cli import parse
-        from cs336_systems.records import NotWritten
+        from cs336_systems.files import NotWritten
 
         @dataclass(frozen=True)
         class Arguments:

@@ -18,7 +18,8 @@ from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.rank_sweep import run_rank_sweep
 from cs336_systems.benchmarking.sweep import run_sweep, unmeasured
 from cs336_systems.cli import show, tell
-from cs336_systems.records import NotWritten, ResultsFile, read_results
+from cs336_systems.files import NotWritten
+from cs336_systems.records import ResultsFile, read_results
 from tests.example_rows import RUN
 
 

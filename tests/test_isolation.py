@@ -16,7 +16,8 @@ from tqdm import tqdm
 from cs336_systems.benchmarking import isolation
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
 from cs336_systems.distributed.spawn import spawn_processes
-from cs336_systems.records import NotWritten, Unsupported
+from cs336_systems.files import NotWritten
+from cs336_systems.records import Unsupported
 from tests.script_helpers import is_running, wait_until
 
 

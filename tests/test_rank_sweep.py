@@ -26,8 +26,8 @@ from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.distributed import spawn
 from cs336_systems.distributed.process_group import GroupOptions, RankContext, spawn_ranks
 from cs336_systems.distributed.spawn import RankFailedError, spawn_processes, start_context
+from cs336_systems.files import write_atomically
 from cs336_systems.provenance import collect_provenance
-from cs336_systems.records import write_atomically
 from tests.script_helpers import ScriptProcess, forked_processes, wait_until
 
 TINY = ["--size", "tiny", "--ctx", "8", "--batch-size", "1", "--device", "cpu"]

@@ -149,7 +149,7 @@ def test_ctrl_c_as_a_row_is_written_leaves_the_row_in_file_and_tables(tmp_path, 
         if not written_first:
             os_replace(*paths)
 
-    monkeypatch.setattr("cs336_systems.records.os.replace", interrupted)
+    monkeypatch.setattr("cs336_systems.files.os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         results.append(_Row("a", 1, 1.5))
     assert results.rows == read_results(results.path, _Row)[1] == [_Row("a", 1, 1.5)]

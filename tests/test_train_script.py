@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.records import NotWritten
+from cs336_systems.files import NotWritten
 from cs336_systems.training import checkpoints, loop
 from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from cs336_systems.records import NotWritten
+from cs336_systems.files import NotWritten
 from cs336_systems.training import checkpoints
 from cs336_systems.training.checkpoints import (
     BadCheckpoint,

@@ -17,7 +17,8 @@ from cs336_systems.benchmarking.convergence import VARIANTS, run_convergence
 from cs336_systems.benchmarking.convergence_report import ConvergenceRow, convergence_table, summarize
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
-from cs336_systems.records import NotWritten, read_results
+from cs336_systems.files import NotWritten
+from cs336_systems.records import read_results
 from cs336_systems.training import run
 from cs336_systems.training.checkpoints import checkpoint_path, list_checkpoints, load_checkpoint
 from cs336_systems.training.config import TrainArguments, TrainConfig

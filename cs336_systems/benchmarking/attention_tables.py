@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cs336_systems.records import ResultsFile, format_value, write_atomically
+from cs336_systems.files import write_atomically
+from cs336_systems.records import ResultsFile, format_value
 
 
 def pivot_markdown(

@@ -33,7 +33,8 @@ from cs336_systems.configs import check, check_choice
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.feasibility import TooLittleMemory
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.files import check_writable
+from cs336_systems.records import ResultsFile
 from cs336_systems.signals import signals_waiting
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile

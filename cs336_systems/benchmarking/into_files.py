@@ -16,8 +16,9 @@ from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.cpu_load import with_cpu_load
+from cs336_systems.files import NotWritten, check_writable
 from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
-from cs336_systems.records import NotWritten, ResultsFile, check_writable
+from cs336_systems.records import ResultsFile
 from cs336_systems.resuming import to_go_on
 from cs336_systems.signals import answer
 from cs336_systems.sweep_cells import possible

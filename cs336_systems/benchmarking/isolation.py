@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cs336_systems.records import NotWritten, Unsupported
+from cs336_systems.files import NotWritten
+from cs336_systems.records import Unsupported
 from cs336_systems.signals import leave_interrupts_to_parent, leave_no_semaphore, starting_processes
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.

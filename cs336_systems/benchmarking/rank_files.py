@@ -17,7 +17,8 @@ from cs336_systems.configs import check
 from cs336_systems.distributed.last_words import finishing
 from cs336_systems.distributed.process_group import LONGEST_TIMEOUT_S
 from cs336_systems.distributed.spawn import RankFailedError
-from cs336_systems.records import ResultsFile, write_atomically
+from cs336_systems.files import write_atomically
+from cs336_systems.records import ResultsFile
 from cs336_systems.resuming import to_go_on
 from cs336_systems.signals import ended_by_signals
 

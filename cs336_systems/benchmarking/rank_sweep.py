@@ -29,8 +29,9 @@ from cs336_systems.distributed.process_group import (
     run_ranks,
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
+from cs336_systems.files import NotWritten, check_writable
 from cs336_systems.provenance import Provenance, collect_provenance
-from cs336_systems.records import NotWritten, ResultsFile, check_writable
+from cs336_systems.records import ResultsFile
 
 _MODEL: dict[str, tuple[Any, Any]] = {"size": ("xl", "tiny"), "ctx": (512, 64)}
 

@@ -19,8 +19,8 @@ from shutil import which
 
 from cs336_systems.benchmarking.reproduce_steps import STEPS, Step
 from cs336_systems.cli import tell
+from cs336_systems.files import write_atomically
 from cs336_systems.provenance import has_nvidia_driver
-from cs336_systems.records import write_atomically
 
 _ROOT = Path(__file__).resolve().parents[2]
 STATE = "reproduce.json"

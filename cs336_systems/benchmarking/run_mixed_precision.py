@@ -36,8 +36,9 @@ from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
+from cs336_systems.files import check_writable
 from cs336_systems.provenance import Provenance
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import named_cells, possible
 
 _DEFAULTS: dict[str, tuple[Any, Any]] = {

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.records import format_value, write_atomically
+from cs336_systems.files import write_atomically
+from cs336_systems.records import format_value
 
 Rows = Sequence[Any]  # of DataParallelRow or ShardingRow
 

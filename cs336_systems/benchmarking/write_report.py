@@ -8,7 +8,7 @@ from cs336_systems.benchmarking.readme_tables import fill_blocks
 from cs336_systems.benchmarking.report import report
 from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check
-from cs336_systems.records import NotWritten, check_writable, write_atomically
+from cs336_systems.files import NotWritten, check_writable, write_atomically
 
 _ROOT = Path(__file__).resolve().parents[2]
 

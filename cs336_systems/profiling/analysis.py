@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from cs336_systems.files import write_atomically
 from cs336_systems.profiling.kernel_tables import class_table, kernel_table, range_table
 from cs336_systems.profiling.step_answers import COLUMNS, WHAT_RAN, StepRow, answer
 from cs336_systems.profiling.step_time import step_time
@@ -14,7 +15,7 @@ from cs336_systems.profiling.timeline import plot_timeline
 from cs336_systems.profiling.trace import Trace
 from cs336_systems.profiling.verdict import Verdict, judge
 from cs336_systems.provenance import Provenance
-from cs336_systems.records import ResultsFile, to_frame, to_markdown, write_atomically
+from cs336_systems.records import ResultsFile, to_frame, to_markdown
 
 _RANGE_HEADINGS = {
     "range": "range",

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from cs336_systems.files import write_atomically
 from cs336_systems.profiling.autograd_nodes import announce_nodes, forward_lines_kept
 from cs336_systems.profiling.storage_trace import StorageTrace
-from cs336_systems.records import Unsupported, write_atomically
+from cs336_systems.records import Unsupported
 from cs336_systems.weight_copies import WeightCopies
 from cs336_systems.workload import Workload
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check
+from cs336_systems.files import check_writable
 from cs336_systems.profiling import agreement
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.nsys import NsysFailed, export_sqlite, exported, find_nsys
@@ -24,7 +25,7 @@ from cs336_systems.profiling.nsys_trim import trim_report
 from cs336_systems.profiling.step_answers import StepRow
 from cs336_systems.profiling.trace import Trace
 from cs336_systems.provenance import Provenance
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.records import ResultsFile
 
 UNPROFILED = "unprofiled"  # the folder of rows measured without a profiler
 _CELL = ("size", "ctx", "batch_size", "mode", "precision", "compile", "attention", "optimizer", "checkpoint_every")

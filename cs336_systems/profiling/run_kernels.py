@@ -13,10 +13,11 @@ from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cell
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.feasibility import check_memory, missing_here
+from cs336_systems.files import check_writable
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
-from cs336_systems.records import ResultsFile, check_writable
+from cs336_systems.records import ResultsFile
 
 
 def run_kernels(

@@ -12,6 +12,7 @@ from typing import Any
 
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cell
+from cs336_systems.files import check_writable
 from cs336_systems.profiling.nsys import (
     PARAMETERS,
     NsysFailed,
@@ -32,7 +33,6 @@ from cs336_systems.profiling.run_analysis import (
     rows_beside,
     run_analysis,
 )
-from cs336_systems.records import check_writable
 from cs336_systems.resuming import to_go_on
 
 

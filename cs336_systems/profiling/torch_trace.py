@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from cs336_systems.files import NotWritten
 from cs336_systems.profiling.ranges import marked_model
 from cs336_systems.profiling.trace import STEP, Kernel, OpenRanges, Range, Trace
-from cs336_systems.records import NotWritten
 from cs336_systems.workload import Workload
 
 _KINETO_SILENT = "5"  # above its errors

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.records import write_atomically, writing
+from cs336_systems.files import write_atomically, writing
 
 
 class BadCheckpoint(ValueError):

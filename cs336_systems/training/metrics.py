@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cs336_systems.records import write_atomically, writing
+from cs336_systems.files import write_atomically, writing
 
 METRICS = "metrics.jsonl"
 PLOT = "train.png"

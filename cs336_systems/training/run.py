@@ -15,8 +15,8 @@ from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.feasibility import GIB, TooLittleMemory, may_be_killed, ranks_bytes, ranks_here, shortage
+from cs336_systems.files import check_writable, lock_folder
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
-from cs336_systems.records import check_writable, lock_folder
 from cs336_systems.resuming import to_go_on
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
