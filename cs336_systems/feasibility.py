@@ -150,8 +150,10 @@ def memory_shortage(cell: BenchmarkCell) -> str:
 def shortage(device: str, what: str, needed_bytes: float, n_ranks: int = 1, also: str = "") -> str:
     """That `what`, on `n_ranks` ranks of this machine, takes more memory in all than is free, and what would take less,
     among it `also`; "" on another device than the CPU, and where it fits."""
+    if device != "cpu":
+        return ""
     memory = machine_memory()
-    if device != "cpu" or needed_bytes <= memory.free:
+    if needed_bytes <= memory.free:
         return ""
     gib, fewer = f"takes {needed_bytes / GIB:.1f} GiB", ""
     if n_ranks > 1:

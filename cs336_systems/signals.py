@@ -10,6 +10,18 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
+# What a person calls the end of a program by each.
+STOPPED = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Ended by SIGTERM"}
+
+
+def stopped_by(error: BaseException) -> signal.Signals | None:
+    """The signal, of `STOPPED`, that `error` is the answer to: KeyboardInterrupt, or the SystemExit that cli.py makes
+    of SIGTERM; None for any other."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.SIGINT
+    is_sigterm = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+    return signal.SIGTERM if is_sigterm else None
+
 
 def answer(number: int, handler: Any) -> None:
     """Makes `handler` the signal's, as getsignal had returned it: None for one that Python did not set."""

@@ -31,16 +31,17 @@ def make_ring(
 
 
 @gluon.jit
-def fetch(ring, i, descriptor, batch, head, row):
+def fetch(ring, i, descriptor, batch, head, row, n_more_bytes: gl.constexpr = 0):
     """The producer's part: once slot i is empty, fetch rows `row` … of one head of a (batch, heads, length, head_dim)
-    tensor into it. The TMA fills what lies outside the tensor with zeros."""
+    tensor into it. The TMA fills what lies outside the tensor with zeros. The tile is ready when so many bytes more
+    have arrived as well."""
     tiles, ready, empty = ring
     DEPTH: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     COLS: gl.constexpr = tiles.shape[2]
     slot = i % DEPTH
     mbarrier.wait(empty.index(slot), (i // DEPTH & 1) ^ 1)
-    mbarrier.expect(ready.index(slot), descriptor.block_type.nbytes)
+    mbarrier.expect(ready.index(slot), descriptor.block_type.nbytes + n_more_bytes)
     tile = tiles.index(slot).reshape([1, 1, ROWS, COLS])
     tma.async_copy_global_to_shared(descriptor, [batch, head, row, 0], ready.index(slot), tile)
 
@@ -49,16 +50,9 @@ def fetch(ring, i, descriptor, batch, head, row):
 def fetch_with_row(ring, rows, i, descriptor, batch, head, row, rows_descriptor, n_before):
     """As `fetch`, and with the tile what belongs to each of its rows, from `row` on in row `n_before` of a matrix, into
     slot i of `rows`, (depth, 1, ROWS): both have arrived when the tile is ready."""
-    tiles, ready, empty = ring
-    DEPTH: gl.constexpr = tiles.shape[0]
-    ROWS: gl.constexpr = tiles.shape[1]
-    COLS: gl.constexpr = tiles.shape[2]
-    slot = i % DEPTH
-    mbarrier.wait(empty.index(slot), (i // DEPTH & 1) ^ 1)
-    mbarrier.expect(ready.index(slot), descriptor.block_type.nbytes + rows_descriptor.block_type.nbytes)
-    tile = tiles.index(slot).reshape([1, 1, ROWS, COLS])
-    tma.async_copy_global_to_shared(descriptor, [batch, head, row, 0], ready.index(slot), tile)
-    tma.async_copy_global_to_shared(rows_descriptor, [n_before, row], ready.index(slot), rows.index(slot))
+    fetch(ring, i, descriptor, batch, head, row, rows_descriptor.block_type.nbytes)
+    slot = i % ring[0].shape[0]
+    tma.async_copy_global_to_shared(rows_descriptor, [n_before, row], ring[1].index(slot), rows.index(slot))
 
 
 @gluon.jit

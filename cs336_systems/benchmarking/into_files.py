@@ -20,7 +20,7 @@ from cs336_systems.files import NotWritten, check_writable
 from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import ResultsFile
 from cs336_systems.resuming import to_go_on
-from cs336_systems.signals import answer
+from cs336_systems.signals import STOPPED, answer, stopped_by
 from cs336_systems.sweep_cells import possible
 
 Look = Callable[..., Provenance]
@@ -80,13 +80,13 @@ def sweep_into_files(
         with _explaining(NotWritten, results, told):
             sweep()
     except (KeyboardInterrupt, SystemExit) as error:
-        is_sigterm = isinstance(error, SystemExit)
-        if is_sigterm and error.code != 128 + signal.SIGTERM:
+        number = stopped_by(error)
+        if number is None:
             raise
         _answer(dict.fromkeys(before, signal.SIG_IGN))
-        told.append(f"\n{'Ended by SIGTERM' if is_sigterm else 'Interrupted'}. {to_go_on(results.runs[-1].command)}")
+        told.append(f"\n{STOPPED[number]}. {to_go_on(results.runs[-1].command)}")
         tell(told[-1])
-        raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None
+        raise SystemExit(128 + number) from None
     finally:
         try:
             finish_files(results, write_files, told)

@@ -109,19 +109,16 @@ def _add_impossible(cells: Sequence[Any], results: ResultsFile) -> None:
         f"{len(missing)} of {n_cells} combinations cannot be measured, and become rows that say why: "
         f"{'; '.join([*reasons[:_MOST_REASONS], *more])}."
     )
-    none = dict.fromkeys(results.row_type.__dataclass_fields__)
-    rows = [
-        results.row_type(**{**none, **dict(cell.values), "status": "unsupported", "reason": cell.reason})
-        for cell in missing
-    ]
-    results.replace(rows, lambda _: False)
+    outcomes = [(cell, Outcome("unsupported", reason=cell.reason)) for cell in missing]
+    results.replace([make_row(results.row_type, *each, {}) for each in outcomes], lambda _: False)
 
 
 def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, Any]) -> Any:
-    """A row of the cell's parameters, the outcome's status and reason, and `values` (which may name their own); None
-    where there is no value."""
+    """A row of the cell's parameters (or of an `Impossible`'s), the outcome's status and reason, and `values` (which
+    may name their own); None where there is no value."""
+    parameters = dict(cell.values) if isinstance(cell, Impossible) else asdict(cell)
     ending = {"status": outcome.status, "reason": outcome.reason}
-    return row_type(**{**dict.fromkeys(row_type.__dataclass_fields__), **asdict(cell), **ending, **values})
+    return row_type(**{**dict.fromkeys(row_type.__dataclass_fields__), **parameters, **ending, **values})
 
 
 @contextmanager

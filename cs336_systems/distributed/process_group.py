@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import pickle
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Generator
@@ -28,6 +27,7 @@ from cs336_systems.distributed import slurm
 from cs336_systems.distributed.last_words import end_at_once
 from cs336_systems.distributed.lifeline import lifeline, own_address
 from cs336_systems.distributed.spawn import spawn_processes
+from cs336_systems.signals import stopped_by
 
 Result = TypeVar("Result")
 
@@ -287,10 +287,8 @@ def _launched_store(placement: Placement, timeout_s: float) -> tuple[dist.Store,
 def _report_and_exit(error: BaseException, placement: Placement) -> None:
     """Print whose traceback this is and end the process at once, so that the launcher sees it and ends the others.
     Ctrl-C and a request to stop are known to whoever sent them to all ranks, and end without a traceback."""
-    if isinstance(error, KeyboardInterrupt):
-        end_at_once(128 + signal.SIGINT)
-    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:  # what scripts make of it
-        end_at_once(128 + signal.SIGTERM)
+    if (number := stopped_by(error)) is not None:
+        end_at_once(128 + number)
     try:
         where = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
         tell(f"{where} raised {type(error).__name__}:\n{''.join(traceback.format_exception(error))}")

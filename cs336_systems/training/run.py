@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import signal
 import sys
 from contextlib import suppress
 
@@ -18,6 +17,7 @@ from cs336_systems.feasibility import GIB, TooLittleMemory, may_be_killed, ranks
 from cs336_systems.files import check_writable, lock_folder
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
 from cs336_systems.resuming import to_go_on
+from cs336_systems.signals import STOPPED, stopped_by
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
 from cs336_systems.training.data import TokenFile, prepare_tokens
@@ -51,11 +51,11 @@ def run_training(command: str, config: TrainConfig) -> Summary:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
             summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
     except (KeyboardInterrupt, SystemExit) as error:
-        is_sigterm = isinstance(error, SystemExit)
-        if is_sigterm and error.code != 128 + signal.SIGTERM:
+        number = stopped_by(error)
+        if number is None:
             raise
-        tell(f"\n{'Ended by SIGTERM' if is_sigterm else 'Interrupted'}. {to_go_on(command, _newest(config))}")
-        raise SystemExit(128 + (signal.SIGTERM if is_sigterm else signal.SIGINT)) from None
+        tell(f"\n{STOPPED[number]}. {to_go_on(command, _newest(config))}")
+        raise SystemExit(128 + number) from None
     except (OSError, RankFailedError) as error:
         full = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(full, OSError) or full.errno not in _CANNOT_WRITE:
