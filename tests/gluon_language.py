@@ -43,7 +43,7 @@ class Gl(Language):
     max, sum = staticmethod(torch.amax), staticmethod(torch.sum)
     cdiv = staticmethod(lambda a, b: Scalar(-(-a // b)))
     static_range = staticmethod(lambda *bounds: map(Scalar, range(*bounds)))
-    convert_layout = staticmethod(lambda x, layout: x.clone())  # other registers
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x.clone())  # other registers
 
     def program_id(self, axis: int) -> Scalar:
         return Scalar(self.machine.current.program.pid if axis == 0 else 0)

@@ -45,7 +45,7 @@ MUTATIONS = [
              "    tile.store(values)\n    fence_async_shared()\n", "    tile.store(values)\n",
              "test_hopper_simulated.py"),
     Mutation("Hopper's exponentials may move behind the wait for P V", _A + "hopper_forward.py",
-             "    wait_for(k_ring, i + 1, i + 1 < n_tiles)\n    acc, _", "    acc, _", "test_triton_compiles.py"),
+             "    wait_for(k_ring, i + 1, i + 1 < n_tiles)\n    acc, p", "    acc, p", "test_triton_compiles.py"),
     Mutation("Hopper's programs take no turns at dQ", _A + "hopper_backward.py",
              "                pass\n            fence", "                break\n            fence",
              "test_hopper_simulated.py"),

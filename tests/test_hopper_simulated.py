@@ -50,13 +50,14 @@ def simulate(monkeypatch):
     monkeypatch.setattr(triton_launch, "INTERPRETER", Gpu("H100", 90, 1, 232448))
     monkeypatch.setattr(triton_plan, "MEMORY_BOUND", KernelConfig(128, 16, 4, 1))  # few programs for the interpreter
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
+    monkeypatch.setitem(hopper_plan._MIN_KEYS, 64, 1)
     monkeypatch.setattr(triton_plan, "choose_backward", two_passes)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan))
 
     def choose(depth=None, one_pass=False, **options):
         triton_launch._plans.clear()
-        monkeypatch.setattr(hopper_plan, "_is_one_pass_worth_it", lambda problem: one_pass)
+        monkeypatch.setattr(hopper_plan, "_is_one_pass_worth_it", lambda *args: one_pass)
         if depth is not None:
             monkeypatch.setattr(hopper_plan, "_RING_DEPTH", depth)
         for kernel in (hopper_forward_kernel, hopper_dq_kernel, hopper_backward_kernel):
@@ -113,6 +114,7 @@ def check_whoever_works_when(simulate, check, inputs, is_causal, **options) -> N
         ((1, 1, 1, 130, 517, 128), torch.bfloat16),
         ((1, 4, 1, 333, 70, 128), torch.float16),
         ((2, 2, 2, 65, 200, 80), torch.bfloat16),
+        ((1, 2, 1, 200, 400, 64), torch.float16),  # three consumers
     ],
 )
 def test_results_are_right_and_the_same_whoever_works_when(simulate, shape, dtype, is_causal):
@@ -146,7 +148,7 @@ def test_probabilities_of_keys_that_are_not_there_do_not_overflow(simulate):
 
 @pytest.mark.parametrize("depth", [2, 3])
 def test_any_depth_and_narrow_heads(simulate, monkeypatch, depth):
-    monkeypatch.setattr(hopper_plan, "_is_supported", lambda *args: True)  # they run, and gain nothing
+    monkeypatch.setitem(hopper_plan._ONE_PASS, 64, hopper_plan._ONE_PASS[128])  # it runs, and gains nothing
     simulate(depth=depth)
     check(*draw(1, 2, 1, 100, 450, 64, torch.float16), True)
     simulate(depth=depth, one_pass=True)
@@ -184,13 +186,13 @@ FAULTS = {
     "the mbarriers are not fenced": (None, "    fence_async_shared()\n", "", f"a TMA load .* reads .*{UNFENCED}"),
 }  # fmt: skip
 ENDS_EARLY = ("    tma.store_wait(0)", "    pass", "ends, and a TMA store of .* has not been waited for")
-WAIT_FOR_PV = "    acc, _, next_p, correction = warpgroup_mma_wait(0, deps=(acc, p, next_p, correction))\n"
+WAIT_FOR_PV = "    acc, p, next_p, correction = warpgroup_mma_wait(0, deps=(acc, p, next_p, correction))\n"
 RELEASE_V = "    release(v_ring, i - 1)\n"
 WAIT_FOR_DQ, RELEASE_K = "    dq, _ = warpgroup_mma_wait(0, deps=(dq, ds))\n", "    release(k_ring, i)\n"
 FORWARD_FAULTS = FAULTS | {
     "V is released while P V reads it": (forward_step, WAIT_FOR_PV + RELEASE_V, RELEASE_V + WAIT_FOR_PV, UNORDERED),
     "S is used before its wait": (forward_step, "wait(1,", "wait(2,", "an accumulator is used of one of the last 2"),
-    "P's registers are not kept": (forward_step, "acc, p, next_p,", "acc, next_p, next_p,", "does not keep them alive"),
+    "P's registers are not kept": (forward_step, "(acc, p, next_", "(acc, next_p, next_", "does not keep them alive"),
     "V is not waited for": (forward_step, "    wait_for(v_ring, i - 1, True)\n", "", UNORDERED),
     "a program ends while its results are read": (forward_consume, *ENDS_EARLY),
 }
@@ -242,9 +244,10 @@ def fails(simulate, run, kernel, fault, **options) -> None:
             run()
 
 
+@pytest.mark.parametrize("head_dim", [128, 64])
 @pytest.mark.parametrize("fault", FORWARD_FAULTS.values(), ids=FORWARD_FAULTS)
-def test_a_fault_in_the_forward_pass_is_reported(simulate, fault):
-    q, k, v, _ = draw(1, 1, 1, 128, 600, 128, torch.float16)
+def test_a_fault_in_the_forward_pass_is_reported(simulate, fault, head_dim):
+    q, k, v, _ = draw(1, 1, 1, 192, 600, head_dim, torch.float16)
     fails(simulate, lambda: hopper_forward(q, k, v, False, 0.1), hopper_forward_kernel, fault)
 
 

@@ -40,7 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper_bulk import add_shared_to_global, fence_async_global, wait_for_writes
-from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS
+from cs336_systems.attention.hopper_dq import N_CONSUMERS
+from cs336_systems.attention.hopper_forward import ROWS
 from cs336_systems.attention.hopper_ring import (
     fetch,
     fetch_with_row,

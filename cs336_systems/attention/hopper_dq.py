@@ -24,8 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS, owned_queries, visible
+from cs336_systems.attention.hopper_forward import ROWS, owned_queries, visible
 from cs336_systems.attention.hopper_ring import fetch, make_ring, release, send, tile_of, wait_for
+
+N_CONSUMERS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -125,7 +127,9 @@ def hopper_dq_kernel(
     """One program computes 128 rows of dQ of one (batch, head)."""
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
-    batch, head, start_m, n_tiles, n_full = owned_queries(heads, n_queries, n_keys, BLOCK_N, IS_CAUSAL)
+    batch, head, start_m, n_tiles, n_full = owned_queries(
+        heads, n_queries, n_keys, ROWS * N_CONSUMERS, BLOCK_N, IS_CAUSAL
+    )
     kv_head = head // GROUP
     n_masked = n_tiles - n_full
 

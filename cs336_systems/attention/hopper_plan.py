@@ -1,7 +1,8 @@
 """Where Hopper's own kernels take a step's place in a launch plan.
 
-They take head_dim 65 to 128 (in tiles of 128), float16 and bfloat16, no dropout, and problems whose tiles of 128
-queries are enough for all multiprocessors. Measured on an H200, bfloat16, causal, length 16,384, ms:
+The forward pass takes head_dim 33 to 128 (in tiles of 64 or 128), backward 65 to 128, in float16 and bfloat16 without
+dropout, and problems whose tiles of queries are enough for all multiprocessors. Measured on an H200, bfloat16, causal,
+length 16,384, ms:
 
 | 8 heads x 128 | forward | dK, dV | dQ |
 |---|---|---|---|
@@ -20,18 +21,43 @@ backward pass, bfloat16, on an H200, in alternation, TFLOP/s; the last column ad
 | 4 sequences of 8 x 4,096, causal | 405 | 462 | 477 |
 | 1 x 65,536, causal | 481 | 554 | - |
 
-At head_dim 64 the exponentials take as long as the products, and the same kernels gain nothing: forward 1.207 ms by
-Triton's and 1.209 by Hopper's (16 heads, 16,384, causal; of six other divisions of the work, with tiles of 192 and 256
-queries too, the best took 1.3), dQ 1.33 and 1.36, one pass 371 TFLOP/s where two reach 402. There Triton's stay.
+Shorter problems, for which Triton's is one pass too, take turns more often, and gain all the same. Steps of a program
+for each that takes turns with it, and TFLOP/s, not causal and causal:
+
+| heads x length, head_dim 128 | steps a turn | Triton's | Hopper's |
+|---|---|---|---|
+| 4 x 8,192 | 3.9 | 449, 377 | 505, 471 |
+| 8 x 4,096 | 3.8 | 421, 337 | 490, 419 |
+| 2 sequences of 8 x 2,048 | 3.6 | 384, 292 | 444, 346 |
+| 16 x 2,048 | 3.6 | 382, 292 | 445, 345 |
+| 32 x 1,024 | 3.2 | 328, 234 | 369, 254 |
+
+At head_dim 64 the exponentials take as long as the products, and what counts are warps to choose from and few other
+instructions: three consumers of 64 queries instead of two, and tiles of 128 keys all the same (hopper_forward.py says
+how they find room). Forward, bfloat16, on an H200, in alternation, TFLOP/s, not causal and causal:
+
+| heads x length, head_dim 64 | Triton's | two consumers | three |
+|---|---|---|---|
+| 16 x 16,384 | 446, 445 | 431, 446 | 521, 495 |
+| 16 x 65,536 | 440, 443 | 430, - | 507, 536 |
+| 4 sequences of 16 x 4,096 | 429, 372 | 399, 370 | 484, 395 |
+| 16 x 4,096 | 419, 309 | - | 436, 310 |
+| 16 x 2,048 | 346, 198 | - | 278, 189 |
+| 8 sequences of 12 x 1,024 | 320, 205 | - | 298, 173 |
+
+Short ones have too few tiles of keys to make up for filling the pipeline, and 192 queries a program leave more to
+spare. In backward Hopper's kernels gain nothing there: dQ takes 1.36 ms (16 heads, 16,384, causal; Triton's 1.33) and
+with three consumers 1.37 against 1.42, but 2.77 against 2.47 without a mask; one pass reaches 371 TFLOP/s where two
+reach 402. There Triton's stay.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from cs336_systems.attention.hopper_backward import hopper_backward_kernel, hopper_scale_dq_kernel
+from cs336_systems.attention.hopper_backward import N_CONSUMERS, hopper_backward_kernel, hopper_scale_dq_kernel
 from cs336_systems.attention.hopper_dq import hopper_dq_kernel
-from cs336_systems.attention.hopper_forward import N_CONSUMERS, ROWS, hopper_forward_kernel
+from cs336_systems.attention.hopper_forward import ROWS, hopper_forward_kernel
 from cs336_systems.attention.triton_plan import (
     LOG2_E,
     MEMORY_BOUND,
@@ -46,25 +72,38 @@ from cs336_systems.attention.triton_plan import (
 )
 from cs336_systems.attention.triton_tuning import KernelConfig, Problem
 
-_BLOCK_OWN = ROWS.value * N_CONSUMERS.value
 _RING_DEPTH = 2
-# Three warp groups of 168 registers a thread are all of a multiprocessor's; the kernels divide them anew.
-_FORWARD = KernelConfig(_BLOCK_OWN, 128, num_warps=4, num_stages=_RING_DEPTH, use_tma=True, max_registers=168)
-_DQ = KernelConfig(_BLOCK_OWN, 64, num_warps=4, num_stages=_RING_DEPTH, use_tma=True, max_registers=168)
-_ONE_PASS = KernelConfig(_BLOCK_OWN, 64, num_warps=4, num_stages=_RING_DEPTH, use_tma=True, max_registers=168)
-_STEPS_FOR_A_TURN = 4  # of a program, for each that takes turns with it; from 7 on one pass has been seen to win
 
 
-def _is_supported(problem: Problem, config: KernelConfig, strides: Sequence[Strides]) -> bool:
-    """`config` is what Triton's kernel would run in: with descriptors, if the problem is large and its tensors fit."""
+def _config(n_consumers: int, block_step: int) -> KernelConfig:
+    """A program's own tiles are `n_consumers` times 64 rows. The warp groups of two consumers and the producer's (of
+    three consumers: four groups) have all registers of a multiprocessor, 168 a thread (128); a kernel divides them
+    anew."""
+    max_registers = {2: 168, 3: 128}[n_consumers]
+    return KernelConfig(
+        ROWS.value * n_consumers, block_step, num_warps=4, num_stages=_RING_DEPTH, use_tma=True,
+        max_registers=max_registers,
+    )  # fmt: skip
+
+
+# By the head_dim of their tiles.
+_FORWARD = {64: _config(3, 128), 128: _config(2, 128)}
+_DQ = {128: _config(N_CONSUMERS.value, 64)}
+_ONE_PASS = {128: _config(N_CONSUMERS.value, 64)}
+_MIN_KEYS = {64: 4096, 128: 1}  # of the forward pass
+_STEPS_FOR_A_TURN = 3  # of a program, for each that takes turns with it
+
+
+def _is_supported(problem: Problem, replaced: KernelConfig, config: KernelConfig, strides: Sequence[Strides]) -> bool:
+    """`replaced` is what Triton's kernel would run in: with descriptors, if the problem is large and its tensors
+    fit. `config` is the one in its place."""
     p = problem
     return (
-        config.use_tma
+        replaced.use_tma
         and p.gpu.arch == 90
         and p.dtype.itemsize == 2
-        and p.block_d == 128
         and p.dropout_p == 0
-        and _n_programs(p) >= p.gpu.n_sm
+        and _n_programs(p, config) >= p.gpu.n_sm
         and all(is_tma_ready(with_heads(x), 2) for x in strides)
     )
 
@@ -76,24 +115,28 @@ def _tile(problem: Problem, tensor: int, strides: Strides, is_query: bool, rows:
     return Tile(tensor, shape, list(with_heads(strides)), [1, 1, rows, p.block_d], for_gluon=True)
 
 
-def _n_programs(problem: Problem) -> int:
-    return -(-problem.n_queries // _BLOCK_OWN) * problem.batch * problem.heads
+def _n_programs(problem: Problem, config: KernelConfig) -> int:
+    return -(-problem.n_queries // config.block_own) * problem.batch * problem.heads
 
 
 def with_hopper_forward(plan: LaunchPlan, problem: Problem, strides: Sequence[Strides]) -> LaunchPlan:
     """`plan_forward`'s plan for tensors (q, k, v, o, lse) with `strides` of the first four, and Hopper's kernel in it
     if that can run; else the plan as it is."""
     p = problem
-    if len(plan.steps) != 1 or not _is_supported(p, plan.passes[0][1], strides):  # the keys are not cut into chunks
+    config = _FORWARD.get(p.block_d)
+    if config is None or p.n_keys < _MIN_KEYS[p.block_d] or len(plan.steps) != 1:  # the keys are cut into chunks
+        return plan
+    if not _is_supported(p, plan.passes[0][1], config, strides):
         return plan
     q, k, v, o = strides
     step = Step(
-        hopper_forward_kernel, _n_programs(p), _FORWARD,
-        (_tile(p, 0, q, True, ROWS.value), _tile(p, 1, k, False, _FORWARD.block_step),
-         _tile(p, 2, v, False, _FORWARD.block_step), _tile(p, 3, o, True, ROWS.value), 4),
-        (p.batch, p.heads, p.n_queries, p.n_keys, p.scale * LOG2_E), False, (p.group, p.is_causal, _RING_DEPTH),
+        hopper_forward_kernel, _n_programs(p, config), config,
+        (_tile(p, 0, q, True, ROWS.value), _tile(p, 1, k, False, config.block_step),
+         _tile(p, 2, v, False, config.block_step), _tile(p, 3, o, True, ROWS.value), 4),
+        (p.batch, p.heads, p.n_queries, p.n_keys, p.scale * LOG2_E), False,
+        (p.group, p.is_causal, config.block_own // ROWS.value, _RING_DEPTH),
     )  # fmt: skip
-    return plan._replace(steps=(step,), passes=(("forward", _FORWARD),))
+    return plan._replace(steps=(step,), passes=(("forward", config),))
 
 
 def with_hopper_backward(
@@ -105,38 +148,41 @@ def with_hopper_backward(
     do, q, k, v, o, dq, dk, dv = strides
     if plan.copies_do:
         do = contiguous_strides((p.batch, p.heads, p.n_queries, p.head_dim))
-    name, config = plan.passes[-1]
+    name, replaced = plan.passes[-1]
     if name not in ("dq", "fused") or not needs_dq:
         return plan
-    if needs_dkdv and _is_supported(p, config, (do, q, k, v, dk, dv)) and _is_one_pass_worth_it(p):
-        return _one_pass(plan, p, do, q, k, v, o, dq, dk, dv)
-    if name != "dq" or not _is_supported(p, config, (do, q, k, v, dq)):
+    config = _ONE_PASS.get(p.block_d) if needs_dkdv else None
+    is_supported = config is not None and _is_supported(p, replaced, config, (do, q, k, v, dk, dv))
+    if is_supported and _is_one_pass_worth_it(p, config):
+        return _one_pass(plan, p, config, do, q, k, v, o, dq, dk, dv)
+    config = _DQ.get(p.block_d)
+    if config is None or name != "dq" or not _is_supported(p, replaced, config, (do, q, k, v, dq)):
         return plan
     rows_scratch = 9
     n_rows = plan.scratch[0].shape[1]
     step = Step(
-        hopper_dq_kernel, _n_programs(p), _DQ,
-        (_tile(p, 1, q, True, ROWS.value), _tile(p, 0, do, True, ROWS.value), _tile(p, 2, k, False, _DQ.block_step),
-         _tile(p, 3, v, False, _DQ.block_step), _tile(p, 6, dq, True, ROWS.value), rows_scratch),
+        hopper_dq_kernel, _n_programs(p, config), config,
+        (_tile(p, 1, q, True, ROWS.value), _tile(p, 0, do, True, ROWS.value), _tile(p, 2, k, False, config.block_step),
+         _tile(p, 3, v, False, config.block_step), _tile(p, 6, dq, True, ROWS.value), rows_scratch),
         (p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E), False,
         (p.group, p.is_causal, _RING_DEPTH),
     )  # fmt: skip
-    return plan._replace(steps=(*plan.steps[:-1], step), passes=(*plan.passes[:-1], ("dq", _DQ)))
+    return plan._replace(steps=(*plan.steps[:-1], step), passes=(*plan.passes[:-1], ("dq", config)))
 
 
-def _is_one_pass_worth_it(problem: Problem) -> bool:
+def _is_one_pass_worth_it(problem: Problem, config: KernelConfig) -> bool:
     """Whether its programs are enough, and wait little for their turns: of those that run at once, all that work at
     one head add to each of its tiles of queries one after the other, and so the last is that many tiles behind."""
     p = problem
-    key_tiles, heads = -(-p.n_keys // _BLOCK_OWN), p.batch * p.heads // p.group
+    key_tiles, heads = -(-p.n_keys // config.block_own), p.batch * p.heads // p.group
     at_once = min(key_tiles, -(-p.gpu.n_sm // heads))
     steps = -(-p.n_queries // ROWS.value) * p.group
     return key_tiles * heads >= p.gpu.n_sm and steps >= _STEPS_FOR_A_TURN * at_once
 
 
 def _one_pass(
-    plan: LaunchPlan, p: Problem, do: Strides, q: Strides, k: Strides, v: Strides, o: Strides, dq: Strides,
-    dk: Strides, dv: Strides,
+    plan: LaunchPlan, p: Problem, config: KernelConfig, do: Strides, q: Strides, k: Strides, v: Strides, o: Strides,
+    dq: Strides, dk: Strides, dv: Strides,
 ) -> LaunchPlan:  # fmt: skip
     rows, sums = 9, 10  # scratch
     batch_heads, n_rows = p.batch * p.heads, plan.scratch[0].shape[1]
@@ -145,7 +191,7 @@ def _one_pass(
     rows_shape, sums_shape = (3 * batch_heads, n_rows), (p.batch, p.heads, p.n_queries, p.head_dim)
     sums_strides, half = contiguous_strides(sums_shape), p.block_d // N_CONSUMERS.value
     backward = Step(
-        hopper_backward_kernel, -(-p.n_keys // _BLOCK_OWN) * p.batch * (p.heads // p.group), _ONE_PASS,
+        hopper_backward_kernel, -(-p.n_keys // config.block_own) * p.batch * (p.heads // p.group), config,
         (_tile(p, 1, q, True, ROWS.value), _tile(p, 0, do, True, ROWS.value), _tile(p, 2, k, False, ROWS.value),
          _tile(p, 3, v, False, ROWS.value),
          Tile(rows, list(rows_shape), [n_rows, 1], [1, ROWS.value], for_gluon=True),
@@ -161,4 +207,4 @@ def _one_pass(
     )  # fmt: skip
     scratch = [(rows_shape, torch.float32), (sums_shape, torch.float32)]
     steps = (preprocess, backward, scale_dq)
-    return launch_plan(scratch, steps, (("fused", _ONE_PASS),), plan.is_aligned, plan.copies_do)
+    return launch_plan(scratch, steps, (("fused", config),), plan.is_aligned, plan.copies_do)
