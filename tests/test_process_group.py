@@ -53,11 +53,25 @@ def test_ranks_see_the_callers_environment_of_now(monkeypatch: pytest.MonkeyPatc
     assert run_gloo(_environment_value, "CS336_TEST_VALUE") == ["now", "now"]
 
 
-def test_a_spawned_rank_starts_quickly() -> None:
-    run_gloo(_sum_of_ranks, 0)  # the fork server imports torch once
-    start_s = time.monotonic()
-    run_gloo(_sum_of_ranks, 0)
-    assert time.monotonic() - start_s < 5.0  # 0.1 s on an idle machine; importing torch twice would take more
+_FIRST_MODULES = """
+import sys
+from cs336_systems.distributed.spawn import spawn_processes
+
+def has_torch(rank):
+    return "torch.distributed" in sys.modules
+
+if __name__ == "__main__":
+    print(spawn_processes(has_torch, (), 2), has_torch(None))
+"""
+
+
+def test_a_spawned_rank_imports_no_torch_of_its_own(tmp_path: Path) -> None:
+    """Which takes seconds: it is forked with the server's. The script names no torch, so that no rank could have it
+    from elsewhere."""
+    script = tmp_path / "ranks.py"
+    script.write_text(_FIRST_MODULES)
+    output, _ = start_python(str(script)).communicate()
+    assert output == "[True, True] False\n"
 
 
 def _fail(context: RankContext, how: str) -> None:

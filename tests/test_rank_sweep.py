@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cs336_systems.benchmarking import rank_sweep
 from cs336_systems.benchmarking.all_reduce import AllReduceCell
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
 from cs336_systems.benchmarking.isolation import Outcome
-from cs336_systems.distributed import spawn
+from cs336_systems.distributed import process_group, spawn
 from cs336_systems.distributed.process_group import GroupOptions, RankContext, spawn_ranks
 from cs336_systems.distributed.spawn import RankFailedError, spawn_processes, start_context
 from cs336_systems.files import write_atomically
@@ -320,15 +321,18 @@ def _be_stopped(context: RankContext) -> None:
     import torch
     import torch.distributed as dist
 
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # from now on: a machine may be slow to start the ranks
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals as on POSIX")
-def test_a_stopped_rank_is_named() -> None:
+def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "spawn_processes", lambda *call, waits_s: spawn_processes(*call, waits_s=1.0))
     with pytest.raises(RankFailedError) as failure:
-        spawn_ranks(_be_stopped, world_size=3, options=GroupOptions("cpu", timeout_s=1.0))
+        spawn_ranks(_be_stopped, world_size=3, options=GroupOptions("cpu", timeout_s=100.0))
     first = str(failure.value).splitlines()[0]
     assert first.startswith("rank 1 is alive and did not report within timeout_s=1, stopped or too slow, for which")
     assert "Timed out waiting 1000ms" in first
