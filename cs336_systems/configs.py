@@ -9,7 +9,8 @@ import functools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints
 
 Mode = Literal["forward", "forward-backward", "train-step"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -45,6 +46,16 @@ def check_choices(config: object) -> None:
 @functools.cache
 def _choices(config_type: type) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in get_type_hints(config_type).items() if get_origin(hint) is Literal}
+
+
+def check_ignored(arguments: object, ignored: Collection[str], why: str) -> None:
+    """Raises ValueError, naming the argument, its value and `why` it is not read, for the first of the `ignored` fields
+    of a dataclass that has another value than its default."""
+    for field in fields(cast(Any, arguments)):
+        value = getattr(arguments, field.name)
+        if field.name in ignored and value != field.default:
+            one = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            check(False, field.name, str(one) if isinstance(one, Path) else one, why)
 
 
 class Incompatible(ValueError):

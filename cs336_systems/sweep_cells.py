@@ -7,12 +7,12 @@ while the others are measured. Where no combination is possible, that is bad inp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from cs336_systems.configs import BenchmarkCell, Incompatible, named_shape
+from cs336_systems.configs import BenchmarkCell, Incompatible, check, named_shape
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,56 @@ def check_any_possible(cells: Sequence[Any]) -> None:
         raise ValueError(cells[0].reason)
 
 
+_COMPILED_ATTENTION = ("flash-triton", "flash-hopper")
+# For each parameter that a cell may have and not read: whether it reads it, and what that takes.
+_READS: dict[str, tuple[Callable[[BenchmarkCell], bool], str]] = {
+    "optimizer": (
+        lambda cell: cell.mode == "train-step",
+        "goes with --mode train-step; other steps have no optimizer",
+    ),
+    "checkpoint_every": (
+        lambda cell: cell.mode != "forward",
+        "goes with --mode forward-backward or train-step; forward alone keeps nothing for backward",
+    ),
+    "kernels": (
+        lambda cell: cell.kernels != "loss" or cell.mode != "forward",
+        "is of loss and optimizer, and goes with --mode forward-backward or train-step; with forward must be plain or "
+        "fused",
+    ),
+    "cold_caches": (
+        lambda cell: cell.compile != "off" or cell.kernels != "plain" or cell.attention in _COMPILED_ATTENTION,
+        "goes with what is compiled: --compile on or blocks, --kernels loss or fused, --attention "
+        f"{' or '.join(_COMPILED_ATTENTION)}",
+    ),
+}
+
+
+def check_read(cells: Sequence[BenchmarkCell]) -> None:
+    """Raises ValueError for a parameter's value, other than its default, that none of the cells that have it reads."""
+    for name, (reads, why) in _READS.items():
+        given = [cell for cell in cells if getattr(cell, name) != getattr(BenchmarkCell, name)]
+        if given:
+            check(any(map(reads, given)), name, getattr(given[0], name), why)
+
+
+def as_read(cell: BenchmarkCell) -> BenchmarkCell:
+    """The cell with the defaults of the parameters that it does not read: all that are measured alike are equal."""
+    return replace(
+        cell, **{name: getattr(BenchmarkCell, name) for name, (reads, _) in _READS.items() if not reads(cell)}
+    )
+
+
 def sweep_cells(shapes: Iterable[dict[str, Any]], **parameters: Any) -> list[Any]:
     """A `BenchmarkCell`, or what stands for it, for each shape (`named_shape`'s, or one of one's own) and each of the
-    parameters' `combinations`, which take the place of the shape's values.
+    parameters' `combinations`, which take the place of the shape's values. Each is `as_read`, so that what would be
+    measured alike is one.
 
-    Raises ValueError as `cells_of`.
+    Raises ValueError as `cells_of` and `check_read`.
     """
     varied = combinations(**parameters)
-    return cells_of(BenchmarkCell, ({**shape, **values} for shape in shapes for values in varied))
+    cells = cells_of(BenchmarkCell, ({**shape, **values} for shape in shapes for values in varied))
+    check_read(possible(cells))
+    return list(dict.fromkeys(cell if isinstance(cell, Impossible) else as_read(cell) for cell in cells))
 
 
 def named_cells(sizes: Iterable[str], **parameters: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cs336_systems.accounting.training_memory import Sharding
 from cs336_systems.cli import parse, refusing_bad_input, show
-from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check, check_choice
+from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check_choice, check_ignored
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,8 @@ def main() -> None:
 
     if arguments.handout:
         with refusing_bad_input():
-            alone = vars(Arguments(handout=True))
-            for name, value in vars(arguments).items():
-                check(value == alone[name], name, value, "is not of the exercise; --handout goes without other flags")
+            others = vars(arguments).keys() - {"handout"}
+            check_ignored(arguments, others, "is not of the exercise; --handout goes without other flags")
         show(derivation())
         return
     options = dict(vars(arguments))

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from cs336_systems.cli import command_line, parse
+from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.configs import check_ignored
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,19 @@ class Arguments:
 
 
 def main() -> None:
-    options = vars(parse(Arguments, __doc__))
+    arguments = parse(Arguments, __doc__)
+    with refusing_bad_input():
+        if arguments.trim is None:
+            check_ignored(arguments, {"steps"}, "goes with --trim")
+        else:
+            check_ignored(
+                arguments, {"benchmark", "top", "out", "compare"}, "goes without --trim, which does nothing else"
+            )
+        if arguments.compare:
+            check_ignored(arguments, {"benchmark", "top"}, "goes without --compare, which does nothing else")
     from cs336_systems.profiling.run_analysis import run_analysis
 
-    run_analysis(command_line(), **options)
+    run_analysis(command_line(), **vars(arguments))
 
 
 if __name__ == "__main__":

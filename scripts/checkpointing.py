@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from cs336_systems.cli import command_line, parse, refusing_bad_input
-from cs336_systems.configs import Attention, Optimizer, Precision
+from cs336_systems.configs import Attention, Optimizer, Precision, check_ignored
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,13 @@ class Arguments:
 
 
 def main() -> None:
-    options = dict(vars(parse(Arguments, __doc__)))
+    arguments = parse(Arguments, __doc__)
+    options = dict(vars(arguments))
+    with refusing_bad_input():
+        if "model" not in arguments.part:
+            check_ignored(arguments, options.keys() - {"part", "layers", "out", "resume"}, "goes with --part model")
+        if "nested" not in arguments.part:
+            check_ignored(arguments, {"layers"}, "goes with --part nested")
     from cs336_systems.benchmarking.checkpointing import run_checkpointing
     from cs336_systems.benchmarking.into_files import measure_into_files
     from cs336_systems.profiling.nested_checkpointing import NestedRow, nested_cells, run_nested_sweep, write_nested

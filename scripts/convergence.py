@@ -23,8 +23,8 @@ class Arguments:
     and bf16-fsdp on a GPU; fp32, bf16 and ddp elsewhere."""
     seed: tuple[int, ...] | None = None
     """Seed of the weights and of the order of the data. Default: 0, 1 and 2 on a GPU and 0 elsewhere."""
-    processes: int = 2
-    """Ranks of the parallel variants, one a GPU."""
+    processes: int | None = None
+    """Ranks of the parallel variants, one a GPU. Default: 2."""
     at_once: int = 0
     """Runs at the same time; 0: one on a CPU, and beside a GPU half the CPU's cores, 8 at most."""
     data: Path | None = None

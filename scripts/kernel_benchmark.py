@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import get_args
 
 from cs336_systems.benchmarking.kernel_benchmark import ImplementationName, KernelName, Timed
-from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Precision
+from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.configs import Precision, check_ignored
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
+    with refusing_bad_input():
+        if "adamw" not in arguments.kernel:
+            check_ignored(arguments, {"adamw_layers"}, "goes with --kernel adamw")
+        if set(arguments.kernel) == {"adamw"}:
+            check_ignored(arguments, {"tokens"}, "goes with other kernels than adamw, which sees none")
     from cs336_systems.benchmarking.kernel_benchmark import run_kernel_benchmark
 
     run_kernel_benchmark(command_line(), **vars(arguments))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
+from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision, check_ignored
 
 Part = Literal["accumulation", "dtypes", "layer-norm", "benchmark"]
 
@@ -60,6 +60,10 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
+    if "benchmark" not in arguments.part:
+        with refusing_bad_input():
+            others = vars(arguments).keys() - {"part", "device", "out"}
+            check_ignored(arguments, others, "goes with --part benchmark")
     from cs336_systems.benchmarking.run_mixed_precision import run_mixed_precision
 
     run_mixed_precision(command_line(), **vars(arguments))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
+from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision, check_ignored
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,12 @@ class Arguments:
 
 
 def main() -> None:
-    options = dict(vars(parse(Arguments, __doc__)))
+    arguments = parse(Arguments, __doc__)
+    options = dict(vars(arguments))
+    if arguments.snapshot is not None:
+        with refusing_bad_input():
+            others = options.keys() - {"snapshot", "out"}
+            check_ignored(arguments, others, "is of what is recorded; --snapshot goes with --out only")
     from cs336_systems.benchmarking.detailed_sweep import run_detailed_sweep
     from cs336_systems.profiling import memory_profile
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from cs336_systems.cli import fail, parse, refusing_bad_input, show
+from cs336_systems.configs import check_ignored
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def main() -> None:
     command, vary, folder, cluster, wait = (options.pop(n) for n in ("command", "vary", "folder", "cluster", "wait"))
     commands = [shlex.split(f"{command} {more}") for more in vary]
     with refusing_bad_input():
+        if cluster == "local":
+            check_ignored(arguments, {"partition"}, "is of Slurm; --cluster local has none")
         try:
             jobs = submit_commands(commands, folder, cluster=None if cluster == "auto" else cluster, **options)
         except ModuleNotFoundError as error:

@@ -113,7 +113,7 @@ def test_the_readme_joins_runs_of_several_machines(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings: dict[str, Any] = {**TINY, "processes": (1, 2), "total_batch_size": 3}
+    settings: dict[str, Any] = {**TINY, "processes": (1, 2), "batch_size": 4, "total_batch_size": 3}
     with pytest.raises(SystemExit) as error:
         run_sharding_benchmark("", None, implementation=("ddp",), out=tmp_path, **settings)
     assert error.value.code == 2

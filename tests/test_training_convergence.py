@@ -31,7 +31,7 @@ from tests.training_helpers import QUICK, write_text
 
 def _run(folder, **changes):
     base = {name: value for name, value in QUICK.items() if name != "checkpoint_every"}
-    arguments = {"variant": ("fp32", "ddp", "tf32"), "seed": (0, 1), "processes": 2, "resume": False, "steps": 4}
+    arguments = {"variant": ("fp32", "ddp", "tf32"), "seed": (0, 1), "processes": None, "resume": False, "steps": 4}
     arguments["at_once"] = 0
     folder.mkdir(exist_ok=True)
     out = folder / "runs"

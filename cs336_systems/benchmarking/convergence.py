@@ -84,7 +84,7 @@ def run_convergence(
     *,
     variant: tuple[str, ...] | None,
     seed: tuple[int, ...] | None,
-    processes: int,
+    processes: int | None,
     at_once: int,
     out: Path,
     resume: bool,
@@ -104,9 +104,13 @@ def run_convergence(
                 check(len(values) > 0, flag, "", "needs at least one value")
                 check(len(set(values)) == len(values), flag, " ".join(map(str, values)), "must name each once")
         check(at_once >= 0, "at_once", at_once, "must be 0 or more")
-        check(processes >= 1, "processes", processes, "must be at least 1")
+        check(processes is None or processes >= 1, "processes", processes, "must be at least 1")
         for name in variant or ():
             check_choice("variant", name, VARIANTS)
+        on_ranks = [name for name, changes in VARIANTS.items() if "parallel" in changes]
+        is_read = processes is None or variant is None or not {*variant}.isdisjoint(on_ranks)
+        check(is_read, "processes", processes, f"goes with --variant {' or '.join(on_ranks)}")
+        processes = processes or 2
         for value in seed or ():
             check(0 <= value < 2**63, "seed", value, "must be 0 or more, and less than 2**63")
         check_writable(out)

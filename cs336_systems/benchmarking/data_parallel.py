@@ -21,7 +21,8 @@ from cs336_systems.sweep_cells import cells_of
 Implementation = Literal[
     "none", "naive", "flat", "overlapped", "bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp"
 ]
-BUCKETED: tuple[str, ...] = ("bucketed", "bucketed-zeroed", "bucketed-in-place", "torch-ddp")
+OWN_BUCKETED: tuple[str, ...] = ("bucketed", "bucketed-zeroed", "bucketed-in-place")
+BUCKETED: tuple[str, ...] = (*OWN_BUCKETED, "torch-ddp")
 COMM_WARMUP, COMM_REPEATS = 1, 3
 NCCL_DEFAULTS: dict[str, Any] = {"max_ctas": None, "high_priority": False}
 
@@ -224,7 +225,7 @@ def data_parallel_cells(
             for size, setting in product(sizes, nccl if name != "none" else (NCCL_DEFAULTS,)):
                 varied = {"precision": kind, "world_size": world_size, "batch_size": batch_size, **setting}
                 varied |= {"implementation": name, "bucket_size_mb": size}
-                varied |= {"comm_dtype": base.comm_dtype if name.startswith("bucketed") else None}
+                varied |= {"comm_dtype": base.comm_dtype if name in OWN_BUCKETED else None}
                 several.append({**asdict(base), **varied})
     return cells_of(DataParallelCell, several)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from cs336_systems.accounting.flops import attention_flops
 from cs336_systems.benchmarking.attention_cells import (
     AttentionCell,
+    EagerPeerName,
     PeerName,
     check_not_empty,
     make_inputs,
@@ -193,6 +194,7 @@ def run_flash_benchmark(
     head_dim: tuple[int, ...],
     length: tuple[int, ...] | None,
     phase: tuple[str, ...],
+    compiled_shapes: CompiledShapes,
     causal: bool,
     device: str,
     out: Path,
@@ -214,8 +216,13 @@ def run_flash_benchmark(
             "phase": phase,
         }
         varied = fill_in(varied, _DEFAULTS, device)
+        compiled = {*get_args(PeerName)} - {*get_args(EagerPeerName)}
+        if compiled.isdisjoint(varied["implementation"]):
+            is_default = compiled_shapes == FlashCell.compiled_shapes
+            needs = f"goes with --implementation {' or '.join(sorted(compiled))}"
+            check(is_default, "compiled_shapes", compiled_shapes, needs)
         varied["length"] = tuple(sorted(varied["length"]))  # what takes too long is then known before the longer ones
-        return flash_cells(**settings, device=device, is_causal=causal, **varied)
+        return flash_cells(**settings, compiled_shapes=compiled_shapes, device=device, is_causal=causal, **varied)
 
     def sweep(cells: list[FlashCell], results: ResultsFile) -> None:
         run_grouped_sweep(cells, lambda cell: cell.implementation, FlashMeasure, results, _label)

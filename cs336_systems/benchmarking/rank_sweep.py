@@ -14,6 +14,7 @@ from typing import Any
 
 from cs336_systems.benchmarking.into_files import Look, resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
+from cs336_systems.benchmarking.rank_arguments import RankArguments
 from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
 from cs336_systems.configs import check, named_shape
 from cs336_systems.defaults import fill_in
@@ -177,10 +178,12 @@ def batch_sizes(world_sizes: Sequence[int], batch_size: int, total_batch_size: i
     """Sequences on each rank by number of ranks: `batch_size`, or an equal part of `total_batch_size`.
 
     Raises:
-        ValueError: `total_batch_size` is no multiple of a number of ranks.
+        ValueError: `total_batch_size` is no multiple of a number of ranks, or both are given (`RankArguments`).
     """
     if total_batch_size is None:
         return dict.fromkeys(world_sizes, batch_size)
+    is_default = batch_size == RankArguments.batch_size
+    check(is_default, "batch_size", batch_size, "goes without --total-batch-size, which is divided among the ranks")
     for world_size in world_sizes:
         check(total_batch_size >= 1, "total_batch_size", total_batch_size, "must be at least 1")
         fits = total_batch_size % world_size == 0

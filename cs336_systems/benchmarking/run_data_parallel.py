@@ -18,6 +18,8 @@ from cs336_systems.benchmarking.all_reduce import (
 )
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.data_parallel import (
+    BUCKETED,
+    OWN_BUCKETED,
     DataParallelCell,
     DataParallelRow,
     cell_label,
@@ -45,6 +47,7 @@ from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.benchmarking.run_all_reduce import open_all_reduce, write_all_reduce_files
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input, tell
+from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
 from cs336_systems.feasibility import check_memory
 from cs336_systems.records import ResultsFile
@@ -83,6 +86,13 @@ def run_data_parallel_benchmark(
     """
     with refusing_bad_input():
         check_timeout(timeout_s)
+        for flag, value, readers in (
+            ("bucket_size_mb", bucket_size_mb, BUCKETED),
+            ("comm_dtype", parameters.get("comm_dtype"), OWN_BUCKETED),
+        ):
+            is_read = value is None or not {*implementation}.isdisjoint(readers)
+            one = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            check(is_read, flag, one, f"goes with --implementation {' or '.join(readers)}")
         common = model_on_ranks(size, ctx, device, attention, precision=precision, implementation=implementation)
         device = common["device"]
         nccl = nccl_settings(device, max_ctas, high_priority)

@@ -18,6 +18,7 @@ from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import check_read
 
 
 def run_kernels(
@@ -38,7 +39,9 @@ def run_kernels(
 
     def make_cell(device: str) -> BenchmarkCell:
         (name,) = fill_in({"size": None if size is None else (size,)}, SIZES, device)["size"]
-        return named_cell(name, ctx, device=device, **parameters)
+        cell = named_cell(name, ctx, device=device, **parameters)
+        check_read([cell])
+        return cell
 
     with refusing_bad_input():
         check(top >= 1, "top", top, "must be at least 1")

@@ -34,6 +34,7 @@ from cs336_systems.profiling.run_analysis import (
     run_analysis,
 )
 from cs336_systems.resuming import to_go_on
+from cs336_systems.sweep_cells import as_read, check_read
 
 
 def run_nsys(
@@ -64,9 +65,10 @@ def run_nsys(
             named_cell(name, length, mode=how, precision=number, **parameters)
             for name, length, how, number in product(size, ctx, mode, precision)
         ]
+        check_read(cells)
         if resume:
             for cell in cells:
-                _check_kept(out, cell)
+                _check_kept(out, as_read(cell))
         program = shlex.split(nsys) if dry_run else find_nsys(nsys)
         if not dry_run:
             check_writable(out)
@@ -82,7 +84,7 @@ def run_nsys(
             if not (resume and is_captured(report)):
                 report.parent.mkdir(parents=True, exist_ok=True)
                 try:
-                    capture(program, report, benchmark_command([cell], report.parent, nvtx=True))
+                    capture(program, report, benchmark_command([as_read(cell)], report.parent, nvtx=True))
                 except NsysFailed:
                     if not failed_rows(report.parent):
                         raise
@@ -123,6 +125,7 @@ def commands(cells: Sequence[BenchmarkCell], nsys: Sequence[str], out: Path, unp
     listed = [benchmark_command(cells, out / UNPROFILED, nvtx=False)] if unprofiled else []
     for cell in cells:
         report = _report(out, cell)
-        listed.append(profile_command(nsys, report, benchmark_command([cell], report.parent, nvtx=True)))
+        benchmark = benchmark_command([as_read(cell)], report.parent, nvtx=True)
+        listed.append(profile_command(nsys, report, benchmark))
         listed.append(export_command(nsys, report, report.with_suffix(".sqlite")))
     return listed

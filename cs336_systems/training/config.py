@@ -25,6 +25,7 @@ from cs336_systems.configs import (
     check,
     check_choice,
     check_choices,
+    check_ignored,
 )
 
 Parallel = Literal["none", "ddp", "bucketed", "fsdp"]
@@ -153,6 +154,8 @@ class TrainConfig(TrainArguments):
         check(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be above 0 (inf does not clip)")
         check(0 < self.validation_share < 1, "validation_share", self.validation_share, "must be between 0 and 1")
         check(0 <= self.seed < 2**31, "seed", self.seed, "must be between 0 and 2**31 - 1")
+        if self.data is None or self.data.suffix != ".bin":
+            check_ignored(self, {"token_dtype"}, "goes with --data of a .bin file")
         self._check_device_and_precision()
         self._check_parallel()
         self._check_shape()
@@ -203,6 +206,8 @@ class TrainConfig(TrainArguments):
             "must be off with --parallel fsdp, whose layers must not be compiled over",
         )
         check(self.bucket_size_mb > 0, "bucket_size_mb", self.bucket_size_mb, "must be above 0")
+        if self.parallel != "bucketed":
+            check_ignored(self, {"bucket_size_mb"}, f"goes with --parallel bucketed, and parallel={self.parallel!r}")
         check(
             not self.sharded_optimizer or self.parallel in ("ddp", "bucketed"),
             "sharded_optimizer",
