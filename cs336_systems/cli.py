@@ -25,7 +25,7 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     sys.excepthook = _in_a_line
     import tyro
 
-    from cs336_systems.help_text import explained, wrapped
+    from cs336_systems.help_text import explained, wide_enough, wrapped
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -34,11 +34,12 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     signal.signal(signal.SIGTERM, _exit_by_signal)
     try:
         try:
-            if {"-h", "--help"} & set(sys.argv[1:]):
-                print(wrapped(description or ""), end="\n\n")
-            kind, defaults = explained(arguments)
-            options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
-            read = tyro.cli(kind, default=defaults, description="", **options)
+            with wide_enough():
+                if {"-h", "--help"} & set(sys.argv[1:]):
+                    print(wrapped(description or ""), end="\n\n")
+                kind, defaults = explained(arguments)
+                options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
+                read = tyro.cli(kind, default=defaults, description="", **options)
             return arguments(**read)
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends

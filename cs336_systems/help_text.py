@@ -9,8 +9,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import shutil
 import textwrap
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_args, get_origin, get_type_hints
@@ -18,8 +21,24 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union, get_a
 from cs336_systems.configs import MODEL_SIZES
 
 _NAMES = {int: "INT", float: "FLOAT", str: "STR", Path: "PATH"}
+_NARROWEST = 40
 _WIDEST = 120
 _LONG = 25
+
+
+@contextmanager
+def wide_enough() -> Generator[None]:
+    """While it lasts, a terminal of fewer than 40 columns is taken for one of 40: tyro's boxes have words in columns,
+    and in less than a word's width it searches for a line's end for ever."""
+    given = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(max(_NARROWEST, shutil.get_terminal_size().columns))
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = given
 
 
 def wrapped(text: str) -> str:

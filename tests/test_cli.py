@@ -127,6 +127,27 @@ def test_help_fits_the_terminal(run_script, monkeypatch, script, width):
     assert "(default: )" not in options
 
 
+@pytest.mark.parametrize("columns", ["1", "5", "39"])
+def test_help_in_a_terminal_that_is_too_narrow_for_words(columns):
+    """In a process of its own, which a test can end: it went on for ever."""
+    script, environment = ROOT / "scripts" / "report.py", {**os.environ, "COLUMNS": columns}
+    run = subprocess.run(
+        [sys.executable, script, "--help"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert max(map(len, run.stdout.splitlines())) > int(columns)
+    assert "--results" in run.stdout
+
+
+def test_the_width_that_help_takes_is_not_left_to_others(run_script, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "5")
+    assert run_script("report", "--help")[0] == 0
+    assert os.environ["COLUMNS"] == "5"
+    monkeypatch.delenv("COLUMNS")
+    assert run_script("report", "--help")[0] == 0
+    assert "COLUMNS" not in os.environ
+
+
 def test_help_of_each_kind_of_default(run_script, monkeypatch, capsys, tmp_path):
     """Also of what a class takes from another, and of a docstring on several lines.
 
