@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.cli import tell
+from cs336_systems.cpu_cores import cores_bound_to, cpu_quota, usable_cores
 from cs336_systems.provenance import Provenance
 
 _STAT = Path("/proc/stat")
@@ -33,6 +34,9 @@ def with_cpu_load(provenance: Provenance, n_threads: int, advice: str = "", is_e
     """The provenance with what others take of the CPU, told on standard error with the `advice`, if times there are
     longer for it, and it is more than was known; else as it was.
 
+    Threads beyond the quota of this process's control group (cpu_cores.py) are told of, too; those that wait for it
+    take no core from others.
+
     Call it when nothing of the run's own is at work, as it takes all that is for others'. It sleeps for 0.3 s.
 
     Args:
@@ -40,13 +44,19 @@ def with_cpu_load(provenance: Provenance, n_threads: int, advice: str = "", is_e
         n_threads: how many threads are timed at once, in all processes together.
         is_end: the run has been timed.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores, quota = cores_bound_to(), cpu_quota()
+    if n_threads > quota and not is_end:
+        fewer = f" OMP_NUM_THREADS={usable_cores()} goes without." if n_threads > usable_cores() else ""
+        tell(
+            f"A quota gives this process the time of {quota:.1f} cores, for {n_threads} thread{'s' * (n_threads > 1)}, "
+            f"which the system stops in between: times on its CPU are too long.{fewer}"
+        )
     before = _read(_STAT)
     if before:
         time.sleep(_LOOK_S)
     taken = cores_taken(before, _read(_STAT), cores)
     load = os.getloadavg()[0] if taken is None and not is_end and hasattr(os, "getloadavg") else 0.0
-    if taken is not None and taken > max(0, len(cores) - n_threads) + _NOTICEABLE_CORES:
+    if taken is not None and taken > max(0, len(cores) - min(n_threads, quota)) + _NOTICEABLE_CORES:
         if round(taken, 1) <= (provenance.busy_cores or 0.0):
             return provenance
         provenance = replace(provenance, busy_cores=round(taken, 1))

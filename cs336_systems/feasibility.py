@@ -21,6 +21,8 @@ from cs336_systems.accounting.memory import FLOAT32_BYTES
 from cs336_systems.accounting.training_memory import step_peak_bytes
 from cs336_systems.cli import tell
 from cs336_systems.configs import ATTENTION_NAMES, BenchmarkCell, ModelConfig, check
+from cs336_systems.control_groups import control_groups
+from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.distributed import slurm
 
 GIB = 2**30
@@ -83,44 +85,18 @@ def machine_memory(root: Path = Path("/")) -> Memory:
     """
     whole = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")] if hasattr(os, "sysconf") else []
     free = [1024 * n for name, n in _numbers(root / "proc/meminfo").items() if name == "MemAvailable:"]
-    for group, name in _groups(root):
+    for group, version in control_groups("memory", root):
         with suppress(OSError, ValueError):  # none, or "max"
-            limit = int((group / name.limit).read_text())
+            limit_file, use_file = _FILES[version]
+            limit = int((group / limit_file).read_text())
             whole.append(limit)
-            free.append(limit - int((group / name.use).read_text()) + _droppable(group))
+            free.append(limit - int((group / use_file).read_text()) + _droppable(group))
     present = min(whole, default=2**63 - 1)
     return Memory(present, max(0, min([present, *free])))
 
 
-class _Names(NamedTuple):
-    """Files of a control group in which its limit and its use are."""
-
-    limit: str
-    use: str
-
-
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes")
-_V2 = _Names("memory.max", "memory.current")
-
-
-def _groups(root: Path) -> list[tuple[Path, _Names]]:
-    """The folders of control groups (version 2, beside version 1, and 1): this process's group and those above it. A
-    container sees its own group's at the top, under whatever name the host knows it by."""
-    try:
-        # "0::/a/b" of version 2, "4:cpu,memory:/a/b" of version 1.
-        lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        lines = []
-    groups = {"memory" if "memory" in names.split(",") else names: group for _, names, group in lines}
-    found = []
-    for mount, controller, names in (
-        ("sys/fs/cgroup", "", _V2),
-        ("sys/fs/cgroup/unified", "", _V2),
-        ("sys/fs/cgroup/memory", "memory", _V1),
-    ):
-        own = Path(groups.get(controller, "/").lstrip("/"))
-        found += [(root / mount / group, names) for group in (own, *own.parents) if ".." not in group.parts]
-    return found
+# Files of a control group, by its version, in which its limit and its use are.
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 
 
 def _droppable(group: Path) -> int:
@@ -244,7 +220,7 @@ def _step_flops(cell: BenchmarkCell) -> int:
 
 
 def _flops_per_s() -> float:
-    return _GFLOPS_PER_CORE * 1e9 * (os.cpu_count() or 1)
+    return _GFLOPS_PER_CORE * 1e9 * usable_cores()
 
 
 def _in_words(seconds: float) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cs336_systems.cpu_cores import usable_cores
+
 _SOURCE_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -30,7 +32,7 @@ class Provenance:
     triton: str
     python: str
     cpu: str
-    cpu_count: int
+    cpu_count: int  # the cores that the run may use (cpu_cores.py)
     git_commit: str  # with "+changes" behind it if the work tree differs from the commit
     # What others took of a CPU as its measuring began or ended, if times are longer for it (cpu_load.py): so many
     # cores; or the load average as it began, where the system tells no more.
@@ -107,7 +109,7 @@ def collect_provenance(command: str, device: str = "cuda") -> Provenance:
         triton=triton_version,
         python=platform.python_version(),
         cpu=_cpu_name(),
-        cpu_count=os.cpu_count() or 1,
+        cpu_count=usable_cores(),
         git_commit=_git_commit(),
     )
 

@@ -22,6 +22,7 @@ import jaxtyping
 from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  found by its name below
+from cs336_systems.cpu_cores import usable_cores
 
 _ROOT = Path(__file__).resolve().parents[1]
 _HAS_GPU = os.path.exists("/dev/nvidiactl")
@@ -59,9 +60,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     asked_otherwise = hasattr(config, "workerinput") or getattr(option, "numprocesses", 0) is not None or option.usepdb
     if asked_otherwise or _HAS_GPU or not any(Path(argument).is_dir() for argument in config.args):
         return
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if n_cores > 1:
-        option.numprocesses, option.dist = min(n_cores, MAX_WORKERS), "worksteal"
+    if usable_cores() > 1:
+        option.numprocesses, option.dist = min(usable_cores(), MAX_WORKERS), "worksteal"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

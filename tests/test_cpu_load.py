@@ -1,12 +1,13 @@
 """What others take of a CPU, from readings of /proc/stat that are made up: never from this machine's own load."""
 
+import math
 import os
 import time
 from dataclasses import replace
 
 import pytest
 
-from cs336_systems import cpu_load
+from cs336_systems import cpu_cores, cpu_load
 from cs336_systems.cpu_load import cores_taken, with_cpu_load
 from tests.example_rows import RUN
 
@@ -61,7 +62,7 @@ def test_readings_that_do_not_say(before, after):
     assert cores_taken(before, after, {0, 1}) is None
 
 
-def _look(monkeypatch, tmp_path, after, n_threads, load=99.0, run=RUN, **when):
+def _look(monkeypatch, tmp_path, after, n_threads, load=99.0, run=RUN, quota=math.inf, **when):
     """Two cores, and an interval in which the file comes to read as `after`."""
     stat, slept = tmp_path / "stat", []
 
@@ -74,6 +75,8 @@ def _look(monkeypatch, tmp_path, after, n_threads, load=99.0, run=RUN, **when):
     monkeypatch.setattr(cpu_load, "_STAT", stat)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
+    for module in (cpu_cores, cpu_load):
+        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
     monkeypatch.setattr(time, "sleep", sleep)
     run = with_cpu_load(run, n_threads, " Advice.", **when)
     assert slept == ([] if after is None else [0.3])
@@ -123,3 +126,28 @@ def test_a_system_that_tells_nothing(monkeypatch):
     monkeypatch.delattr(os, "getloadavg", raising=False)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert with_cpu_load(RUN, 2) == RUN
+
+
+@pytest.mark.parametrize(
+    ("quota", "n_threads", "told"),
+    [
+        (2.0, 2, ""),
+        (1.0, 2, "the time of 1.0 cores, for 2 threads, which the system stops in between: times on its CPU are too "),
+        (0.5, 1, "the time of 0.5 cores, for 1 thread, which the system stops in between: times on its CPU are too "),
+    ],
+)
+def test_threads_beyond_a_quota_are_told_as_a_run_begins(monkeypatch, tmp_path, capsys, quota, n_threads, told):
+    """On an idle machine, and with how many there would be none."""
+    assert _look(monkeypatch, tmp_path, _after(IDLE, IDLE), n_threads, quota=quota) == RUN
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"A quota gives this process {told}" if told else "")
+    assert shown.endswith("OMP_NUM_THREADS=1 goes without.\n" if n_threads > 1 and told else "long.\n" if told else "")
+    _look(monkeypatch, tmp_path, _after(IDLE, IDLE), n_threads, quota=quota, is_end=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_threads_that_a_quota_stops_take_no_core_from_others(monkeypatch, tmp_path):
+    """One core's time for two threads leaves the other core to others."""
+    busy = _after((30, 0, 0, 0, 0, 0, 0, 0, 0, 0), IDLE)
+    assert _look(monkeypatch, tmp_path, busy, 2, quota=1.0) == RUN
+    assert _look(monkeypatch, tmp_path, busy, 2, quota=2.0) == replace(RUN, busy_cores=1.0)

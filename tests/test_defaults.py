@@ -95,7 +95,8 @@ def test_without_arguments_a_cpu_gets_less(
         return []
 
     monkeypatch.setattr(module, name, sweep)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(rank_sweep, "usable_cores", lambda: 4)
+    monkeypatch.setattr(convergence, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if device == "cuda" else 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     for place in (into_files, rank_sweep, convergence, run_mixed_precision):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from cs336_systems.accounting.communication import LinearCost, ddp_overhead_s
 from cs336_systems.benchmarking import data_parallel_report as report
+from cs336_systems.benchmarking import rank_sweep
 from cs336_systems.benchmarking.all_reduce import AllReduceCell, AllReduceRow, fit_rows
 from cs336_systems.benchmarking.data_parallel import (
     DataParallelCell,
@@ -206,7 +206,7 @@ def test_running_out_of_memory_is_a_row_and_another_error_ends_the_run(tmp_path:
 def test_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world_sizes((3, 5), "cpu", (2, 4)) == (3, 5)
     for n_cores, fit in ((1, (2,)), (5, (2, 4)), (8, (2, 4, 6))):
-        monkeypatch.setattr(os, "cpu_count", lambda n_cores=n_cores: n_cores)
+        monkeypatch.setattr(rank_sweep, "usable_cores", lambda n_cores=n_cores: n_cores)
         assert world_sizes((), "cpu", (2, 4, 6)) == fit
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert world_sizes((), "cuda", (2, 4, 6)) == (2, 4)

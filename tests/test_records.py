@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from cs336_systems import provenance
 from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import DetailRows, ResultsFile, Statistics, format_value, read_results, to_markdown
 from tests.example_rows import RUN
@@ -229,7 +230,7 @@ def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkey
 )
 def test_a_busy_cpu_is_said_under_its_tables(tmp_path, monkeypatch, busy, said):
     """And what was measured before that was recorded is read as it was."""
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(provenance, "usable_cores", lambda: 4)
     run = replace(collect_provenance("x", "cpu"), **busy)
     results = ResultsFile(tmp_path, "rows", _Row, run)
     results.append(_Row("a", 1, 1.0))

@@ -30,6 +30,7 @@ from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check, check_choice
+from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.feasibility import TooLittleMemory
@@ -150,7 +151,7 @@ def run_convergence(
 
 
 def _runs_at_once(device: str) -> int:
-    return max(1, min(8, (os.cpu_count() or 1) // 2)) if device.startswith("cuda") else 1
+    return max(1, min(8, usable_cores() // 2)) if device.startswith("cuda") else 1
 
 
 def _let_save(runs: Mapping[Future, _Run]) -> None:

@@ -5,7 +5,6 @@ The counterpart of sweep.py, whose cells need one process.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -17,6 +16,7 @@ from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
 from cs336_systems.benchmarking.rank_arguments import RankArguments
 from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
 from cs336_systems.configs import check, named_shape
+from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import (
     DEFAULT_TIMEOUT_S,
@@ -217,7 +217,7 @@ def _run_here(command: str, device: str) -> tuple[Provenance, Look | None]:
     if launched_rank() is not None:
         return collect_provenance(command, device), None  # others' load is not looked at: the other ranks are at work
     # A process that starts ranks must leave the cards to them: it asks another one. Ranks on a CPU share all its cores.
-    return resolve_device(device, command, n_threads=os.cpu_count())[1:]
+    return resolve_device(device, command, n_threads=usable_cores())[1:]
 
 
 def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -
 
     launched = launched_world_size()
     n_gpus = torch.cuda.device_count()
-    fits = [n for n in default if n <= (max(2, os.cpu_count() or 1) if device == "cpu" else n_gpus)]
+    fits = [n for n in default if n <= (max(2, usable_cores()) if device == "cpu" else n_gpus)]
     chosen = tuple(processes) or ((launched,) if launched else tuple(fits))
     for world_size in chosen:
         if world_size < 1:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from cs336_systems.cli import tell
+from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.distributed import slurm
 from cs336_systems.distributed.last_words import end_at_once
 from cs336_systems.distributed.lifeline import lifeline, own_address
@@ -246,7 +247,7 @@ def spawn_ranks(
 
 def _spawned_rank(rank: int, port: int, world_size: int, options: GroupOptions, function: Callable, args: tuple) -> Any:
     if options.device_type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        torch.set_num_threads(max(1, usable_cores() // world_size))
     timeout = timedelta(seconds=options.timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
     with process_group(options, Placement(rank, world_size, rank, world_size), store) as context:
