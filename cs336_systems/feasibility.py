@@ -11,7 +11,7 @@ that what is not refused may still not fit; where the formula comes near to what
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -183,6 +183,15 @@ def tell_if_compiled_on_cpu(compiled: Sequence[Any]) -> None:
     """Tells what torch.compile takes, where one of the `compiled` cells runs on a CPU."""
     if any(cell.device == "cpu" for cell in compiled):
         tell("torch.compile makes C++ for a CPU and compiles it: a minute or so before a cell is measured.")
+
+
+def tell_if_crowded(device: str, world_sizes: Collection[int]) -> None:
+    """Tells, in a line, that ranks on a CPU have less than a core each, for the largest of the numbers of ranks. Those
+    that Slurm started may each be bound to cores of its own, which is not known here, and nothing is told."""
+    n_ranks, n_cores = max(map(ranks_here, world_sizes), default=0), usable_cores()
+    if device == "cpu" and n_ranks > n_cores and not slurm.is_task_of_several(os.environ):
+        cores = "the one core" if n_cores == 1 else f"the {n_cores} cores"
+        tell(f"{n_ranks} ranks share {cores} that they may use here, and take turns: their times have that in them.")
 
 
 def ranks_bytes(config: ModelConfig, rank_peak_bytes: int, n_ranks: int = 1) -> int:

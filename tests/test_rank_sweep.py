@@ -19,7 +19,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 
-from cs336_systems import figures
+from cs336_systems import feasibility, figures
 from cs336_systems.benchmarking import rank_sweep
 from cs336_systems.benchmarking.all_reduce import AllReduceCell
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
@@ -94,6 +94,41 @@ def _raise(error: BaseException) -> Callable[[], None]:
 def _rows(out: Path, name: str) -> list[dict[str, Any]]:
     path = out / f"{name}.json"
     return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "leaderboard_step"])
+def test_more_ranks_than_cores_are_told_once(
+    script: str,
+    ranks: Ranks,
+    run_script: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feasibility, "usable_cores", lambda: 2)
+    arguments = SCRIPTS[script][1] if script in SCRIPTS else TINY
+    for processes, told in ((["2"], []), (["1", "2", "5"], ["5 ranks share the 2 cores that they may use here"])):
+        ranks.stop_at, ranks.stop = len(ranks.cells), _raise(KeyboardInterrupt())
+        errors = run_script(script, *arguments, "--processes", *processes, "--out", tmp_path)[2]
+        assert re.findall(r"(.*), and take turns: their times have that in them\.\n", errors) == told
+
+
+def test_ranks_that_are_not_known_to_share_cores_are_not_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(feasibility, "usable_cores", lambda: 1)
+    feasibility.tell_if_crowded("cuda", [8])
+    feasibility.tell_if_crowded("cpu", [1])
+    feasibility.tell_if_crowded("cpu", [])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # a node of torchrun's with one of them
+    feasibility.tell_if_crowded("cpu", [8])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with monkeypatch.context() as slurm:
+        for name, value in {"PROCID": "0", "STEP_ID": "0", "STEP_NUM_TASKS": "8", "LOCALID": "0"}.items():
+            slurm.setenv(f"SLURM_{name}", value)
+        feasibility.tell_if_crowded("cpu", [8])
+    assert capsys.readouterr().err == ""
+    feasibility.tell_if_crowded("cpu", [8, 2])
+    assert capsys.readouterr().err.startswith("8 ranks share the one core that they may use here")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

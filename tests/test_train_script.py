@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems import feasibility
 from cs336_systems.files import NotWritten
-from cs336_systems.training import checkpoints, loop
+from cs336_systems.training import checkpoints, loop, run
 from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments
 from cs336_systems.training.metrics import METRICS, PLOT, read_metrics
@@ -168,6 +169,17 @@ def test_sigterm_is_told_with_the_command_that_goes_on(tmp_path, parallel):
     assert re.search(r"\nEnded by SIGTERM\. To go on from checkpoint-\d+\.pt: .* --resume\n", script.errors)
     assert "--no-resume" not in script.errors
     assert "Traceback" not in script.errors
+
+
+def test_more_ranks_than_cores_are_told(tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(feasibility, "usable_cores", lambda: 1)
+    monkeypatch.setattr(run, "run_ranks", interrupt)
+    with pytest.raises(SystemExit):
+        run_training("x", make_config(tmp_path, parallel="ddp", processes=2))
+    assert capsys.readouterr().err.startswith("2 ranks share the one core that they may use here, and take turns")
 
 
 def test_a_run_that_stops_itself_says_why(tmp_path, capsys):

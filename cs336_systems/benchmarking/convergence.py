@@ -33,7 +33,7 @@ from cs336_systems.configs import check, check_choice
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
-from cs336_systems.feasibility import TooLittleMemory
+from cs336_systems.feasibility import TooLittleMemory, tell_if_crowded
 from cs336_systems.files import check_writable
 from cs336_systems.records import ResultsFile
 from cs336_systems.signals import signals_waiting
@@ -125,6 +125,8 @@ def run_convergence(
         for row in results.rows:  # kept ones stand in one table with what is to come
             if row.variant in VARIANTS and row.status != "unsupported":
                 check_same_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True), tokens)
+
+    tell_if_crowded(device, [processes for name in variants if name in on_ranks])
 
     def sweep() -> None:
         runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)

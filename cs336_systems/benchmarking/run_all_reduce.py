@@ -31,6 +31,7 @@ from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, GroupOptions
+from cs336_systems.feasibility import tell_if_crowded
 from cs336_systems.records import ResultsFile
 
 
@@ -58,9 +59,10 @@ def run_all_reduce_benchmark(
         check(sizes_mb != (), "sizes_mb", "", "needs at least one value")
         device = resolve_ranks_device(device)
         GroupOptions(device, max_ctas=max_ctas, high_priority=high_priority)
+        ranks = world_sizes(processes, device, HANDOUT_PROCESSES)
         cells = all_reduce_cells(
             device,
-            world_sizes(processes, device, HANDOUT_PROCESSES),
+            ranks,
             sizes_mb,
             warmup=warmup,
             repeats=repeats,
@@ -69,6 +71,8 @@ def run_all_reduce_benchmark(
         )
         results, fits = open_all_reduce(out, command, device, resume)
         check_same_workload(results, cells, varied=("world_size", "size_mb"))
+    if results is not None:
+        tell_if_crowded(device, ranks)
     ranks_into_files(
         results,
         lambda: run_rank_sweep(cells, measure_all_reduce, results, all_reduce_label, timeout_s=timeout_s),

@@ -49,7 +49,7 @@ from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input, tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
-from cs336_systems.feasibility import check_memory
+from cs336_systems.feasibility import check_memory, tell_if_crowded
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import possible
 
@@ -113,6 +113,7 @@ def run_data_parallel_benchmark(
         timelines = ByLabel(out / "ddp_timelines.json", resume)
     sizes_mb = ALL_REDUCE_SIZES_MB[device]
     if results is not None:
+        tell_if_crowded(device, ranks)
         tell("First all-reduces alone: their cost per call and per byte predicts what is exposed of each bucket size.")
     alone = [
         cell

@@ -35,7 +35,7 @@ from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launched_rank, launcher
-from cs336_systems.feasibility import check_memory
+from cs336_systems.feasibility import check_memory, tell_if_crowded
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import Impossible, possible
 from cs336_systems.workload import why_kernels_not
@@ -153,6 +153,7 @@ def run_leaderboard_step(
         results = open_results(out, "leaderboard_step", LeaderboardRow, command, device, resume)
         check_same_workload(results, possible(cells), VARIED)
     if results is not None:
+        tell_if_crowded(device, ranks)
         show("\n".join(dict.fromkeys(_plan_table(cell, plan) for cell, plan in plans)))
 
     def write_files(results: ResultsFile[LeaderboardRow]) -> str:

@@ -39,7 +39,7 @@ from cs336_systems.benchmarking.sharding_cells import (
 )
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
-from cs336_systems.feasibility import check_memory
+from cs336_systems.feasibility import check_memory, tell_if_crowded
 from cs336_systems.records import DetailRows, ResultsFile
 from cs336_systems.sweep_cells import cells_of, possible
 
@@ -131,6 +131,8 @@ def run_sharding_benchmark(
             memory = DetailRows(results, f"{name}_memory", ShardingMemoryRow, "memory", resume)
         timelines = ByLabel(out / f"{name}_timelines.json", resume)
         gathers_of = ByLabel(out / f"{name}_gathers.json", resume)
+    if results is not None:
+        tell_if_crowded(device, ranks)
 
     def complete(cell: ShardingCell, measured: dict[str, Any]) -> dict[str, Any]:
         intervals, gathers = measured.pop("intervals"), measured.pop("gathers", [])

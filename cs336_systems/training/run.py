@@ -13,7 +13,15 @@ from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
-from cs336_systems.feasibility import GIB, TooLittleMemory, may_be_killed, ranks_bytes, ranks_here, shortage
+from cs336_systems.feasibility import (
+    GIB,
+    TooLittleMemory,
+    may_be_killed,
+    ranks_bytes,
+    ranks_here,
+    shortage,
+    tell_if_crowded,
+)
 from cs336_systems.files import check_writable, lock_folder
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
 from cs336_systems.resuming import to_go_on
@@ -43,6 +51,7 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         device, world_size, tokens = check_run(config)
     if launched_rank() in (None, 0):
         tell_if_near(config, device, world_size)
+        tell_if_crowded(device, [world_size])
     arguments = (config, tokens, device, collect_provenance(command, device))
     try:
         if config.parallel == "none":
