@@ -152,13 +152,16 @@ def tell(text: str) -> None:
 
 def command_line() -> str:
     """What was typed, to be run again: `python scripts/benchmark.py --size small`, behind what the environment had of
-    that which changes what is measured: `OMP_NUM_THREADS=1 python …`."""
+    that which changes what is measured: `OMP_NUM_THREADS=1 python …`; of a rank that a launcher started, the launcher's
+    command: `torchrun --nproc-per-node 2 scripts/ddp_benchmark.py`."""
     import shlex
     from pathlib import Path
+
+    from cs336_systems.distributed.launcher import launch_command
 
     script = Path(sys.argv[0])
     root = Path(__file__).resolve().parents[1]
     resolved = script.resolve()
     shown: Any = resolved.relative_to(root) if resolved.is_relative_to(root) else script.name
     settings = [f"{name}={shlex.quote(os.environ[name])} " for name in _SETTINGS if os.environ.get(name)]
-    return "".join(settings) + shlex.join(["python", str(shown), *sys.argv[1:]])
+    return "".join(settings) + shlex.join([*launch_command(), str(shown), *sys.argv[1:]])

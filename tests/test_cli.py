@@ -259,6 +259,32 @@ def test_the_command_has_what_the_environment_changes(monkeypatch):
     assert command_line() == "OMP_NUM_THREADS=1 TRITON_INTERPRET=1 python scripts/benchmark.py --out 'a b'"
 
 
+_STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launched"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+         "torchrun --nproc-per-node 2"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+         "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "torchrun --nproc-per-node 3"),  # set by hand
+        (_STEP, "srun --nodes 2 --ntasks 8 python"),
+        ({**_STEP, "SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"},
+         "srun --nodes 2 --ntasks 8 --cpus-per-task 4 --gpus-per-task 1 python"),
+        ({**_STEP, "SLURM_STEP_NUM_TASKS": "1"}, "python"),  # a lone task spawns its own ranks
+    ],
+)  # fmt: skip
+def test_the_command_has_the_launcher(monkeypatch, environment, launched):
+    for name in ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "ddp_benchmark.py"), "--out", "a b"])
+    assert command_line() == f"{launched} scripts/ddp_benchmark.py --out 'a b'"
+
+
 @dataclass(frozen=True)
 class _Paths:
     out: Path = Path("out/x")

@@ -270,7 +270,10 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     assert ranks[1].wait() in (-number, 1)
     assert "Traceback" not in ranks[0].errors + ranks[1].errors
     n_rows = len(json.loads(rows_file.read_text())["rows"])
-    assert "To go on, under the same launcher: " in ranks[0].errors
+    command = "torchrun --nproc-per-node 2 scripts/all_reduce_benchmark.py --device cpu"
+    assert f"To go on: OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " in ranks[0].errors
+    assert f" {command} " in ranks[0].errors
+    assert f" {command} " in json.loads(rows_file.read_text())["runs"][0]["command"]
     assert f"{n_rows} of 399 cells have their rows. Left: " in ranks[0].errors
     tables = [(tmp_path / "out" / f"all_reduce.{kind}").read_text() for kind in ("md", "csv", "tex")]
     assert [tables[0].count("| ok "), len(tables[1].splitlines())] == [n_rows, n_rows + 1]

@@ -26,6 +26,7 @@ from cs336_systems.cli import tell
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.distributed import slurm
 from cs336_systems.distributed.last_words import end_at_once
+from cs336_systems.distributed.launcher import launcher
 from cs336_systems.distributed.lifeline import lifeline, own_address
 from cs336_systems.distributed.spawn import spawn_processes
 from cs336_systems.signals import stopped_by
@@ -122,13 +123,6 @@ def check_gpus(device_type: str, local_world_size: int) -> None:
             f"world_size={local_world_size}: must be at most the number of GPUs, one a rank; this node has "
             f"{torch.cuda.device_count()} visible. Ask for fewer processes, or for the CPU (gloo)"
         )
-
-
-def launcher() -> str | None:
-    """Who started this process as one of several ranks: "torchrun", "slurm" (srun with several tasks) or nobody."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return "torchrun"
-    return "slurm" if slurm.is_task_of_several(os.environ) else None
 
 
 def launched_world_size() -> int | None:

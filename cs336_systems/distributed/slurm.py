@@ -20,24 +20,28 @@ if TYPE_CHECKING:
 def is_task_of_several(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one task of several. A batch script, and a shell that srun opened as its
     only task, are none."""
-    return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment and _n_tasks(environment) > 1
+    return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment and n_tasks(environment) > 1
 
 
-def _n_tasks(environment: Mapping[str, str]) -> int:
+def n_tasks(environment: Mapping[str, str]) -> int:
+    """How many tasks this job step has, on all nodes."""
     return int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1")))
+
+
+def n_nodes(environment: Mapping[str, str]) -> int:
+    """How many nodes this job step is on."""
+    return int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")))
 
 
 def placement(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
     """(rank, world_size, local_rank, local_world_size) of this task."""
     rank = int(environment["SLURM_PROCID"])
     per_node = _tasks_per_node(
-        environment.get(
-            "SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(_n_tasks(environment)))
-        )
+        environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", str(n_tasks(environment))))
     )
     return (
         rank,
-        _n_tasks(environment),
+        n_tasks(environment),
         int(environment["SLURM_LOCALID"]),
         per_node[int(environment.get("SLURM_NODEID", "0"))],
     )
@@ -66,7 +70,7 @@ def rendezvous(environment: Mapping[str, str], rank: int, timeout_s: float) -> d
     directory = Path(environment.get("CS336_RENDEZVOUS_DIR", environment.get("SLURM_SUBMIT_DIR", ".")))
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
     file = directory / f".rendezvous-{job}-{step}-{environment.get('SLURM_RESTART_COUNT', '0')}"
-    world_size, timeout = _n_tasks(environment), timedelta(seconds=timeout_s)
+    world_size, timeout = n_tasks(environment), timedelta(seconds=timeout_s)
     if rank == 0:
         host = own_host(environment)
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -83,7 +87,7 @@ def rendezvous(environment: Mapping[str, str], rank: int, timeout_s: float) -> d
 
 def own_host(environment: Mapping[str, str]) -> str:
     """The name under which the step's other nodes reach this one; the loopback address if there is no other."""
-    if environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")) == "1":
+    if n_nodes(environment) == 1:
         return "127.0.0.1"
     return environment.get("SLURMD_NODENAME", socket.gethostname())
 
