@@ -27,7 +27,7 @@ class Provenance:
     gpu_count: int
     gpu_memory_gib: float
     driver: str
-    cuda: str
+    cuda: str  # "none" on a CPU, whatever torch was built with
     torch: str
     triton: str
     python: str
@@ -45,11 +45,12 @@ class Provenance:
             busy = "" if self.busy_load is None else f", busy as it began: load {self.busy_load:.1f}"
             if self.busy_cores is not None:
                 busy = f", of which others used {self.busy_cores:.1f} as it began or ended"
-            hardware = f"{self.cpu} ({self.cpu_count} cores{busy})"
+            hardware = f"{self.cpu} ({self.cpu_count} cores{busy}); "
         else:
-            hardware = f"{self.gpu_count} × {self.gpu} ({self.gpu_memory_gib:.0f} GiB, driver {self.driver})"
+            hardware = f"{self.gpu_count} × {self.gpu} ({self.gpu_memory_gib:.0f} GiB, driver {self.driver}); "
+            hardware += f"CUDA {self.cuda}, "
         return (
-            f"{hardware}; CUDA {self.cuda}, torch {self.torch}, Triton {self.triton}, Python {self.python}; "
+            f"{hardware}torch {self.torch}, Triton {self.triton}, Python {self.python}; "
             f"commit {self.git_commit}, {self.date} UTC; `{self.command}`"
         )
 
@@ -104,7 +105,7 @@ def collect_provenance(command: str, device: str = "cuda") -> Provenance:
         gpu_count=torch.cuda.device_count() if on_gpu else 0,
         gpu_memory_gib=round(properties.total_memory / 2**30, 1) if properties else 0.0,
         driver=_driver_version() if on_gpu else "none",
-        cuda=str(torch.version.cuda) if torch.version.cuda else "none",
+        cuda=str(torch.version.cuda) if on_gpu else "none",
         torch=str(torch.__version__),
         triton=triton_version,
         python=platform.python_version(),

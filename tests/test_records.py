@@ -213,6 +213,16 @@ def test_provenance_of_this_machine(monkeypatch):
     assert "python scripts/x.py" in run.summary()
 
 
+def test_a_cpus_rows_name_no_cuda(monkeypatch):
+    """Torch's build has one, which nothing ran on; rows from before that was left out are told without it, too."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    run = collect_provenance("x", "cpu")
+    assert (run.gpu, run.driver, run.cuda) == ("none", "none", "none")
+    assert "CUDA" not in run.summary()
+    assert "CUDA" not in replace(run, cuda="13.0").summary()
+    assert "; CUDA 13.0, torch 2." in replace(run, gpu="NVIDIA H200", cuda="13.0").summary()
+
+
 def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr("cs336_systems.provenance._SOURCE_ROOT", tmp_path)
     monkeypatch.setenv("GIT_COMMIT", "f00d")
