@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from cs336_systems.files import check_writable, lock_folder, write_atomically
 from cs336_systems.provenance import Provenance
+from cs336_systems.reasons import list_in_latex, list_in_markdown, measured_first, number_reasons
 from cs336_systems.signals import signals_waiting
 
 
@@ -146,16 +147,24 @@ class ResultsFile(Generic[Row]):
         return [f"Measured: {run.summary()}" for run in self.used_runs()]
 
     def write_tables(self, columns: Mapping[str, str] | None = None, note: str = "") -> str:
-        """Writes CSV (every column), Markdown and LaTeX (`columns`: field to heading) and returns the Markdown."""
+        """Writes CSV (every row and column), Markdown and LaTeX (`columns`: field to heading) and returns the Markdown.
+
+        In the last two, rows that were not measured come last, and the reasons why stand below the table, numbered in
+        the column `status`.
+        """
         if not self.rows:
             return ""
-        frame = to_frame(self.rows)
-        shown = to_frame(self.rows, columns)
+        rows = measured_first(self.rows)
+        table, reasons = to_frame(rows, columns), []
+        if columns is not None and "status" in columns:
+            table[columns["status"]], reasons = number_reasons(rows)
         provenance = self.measured()
-        markdown = "\n\n".join([to_markdown(self.rows, columns), *([note] if note else []), *provenance]) + "\n"
+        parts = [_frame_to_markdown(table), list_in_markdown(reasons), note, *provenance]
+        markdown = "\n\n".join(filter(None, parts)) + "\n"
         latex = "\n".join(f"% {line}" for line in provenance) + "\n"
-        latex += shown.to_latex(index=False, escape=True, na_rep="--")
-        write_atomically(self.path.with_suffix(".csv"), frame.to_csv(index=False))
+        latex += table.to_latex(index=False, escape=True, na_rep="--")
+        latex += list_in_latex(reasons)
+        write_atomically(self.path.with_suffix(".csv"), to_frame(self.rows).to_csv(index=False))
         write_atomically(self.path.with_suffix(".md"), markdown)
         write_atomically(self.path.with_suffix(".tex"), latex)
         return markdown
@@ -254,7 +263,10 @@ def to_frame(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> A
 
 def to_markdown(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> str:
     """Rows as a Markdown table. Floats are shown to four significant digits, missing values as a dash."""
-    frame = to_frame(rows, columns)
+    return _frame_to_markdown(to_frame(rows, columns))
+
+
+def _frame_to_markdown(frame: Any) -> str:
     frame = frame.astype(object).map(format_value)
     numeric = [all(_is_number(value) for value in frame[column]) for column in frame.columns]
     return frame.to_markdown(

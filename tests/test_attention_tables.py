@@ -14,7 +14,7 @@ from cs336_systems.benchmarking.attention_benchmark import (
     formulas,
 )
 from cs336_systems.benchmarking.attention_plots import COLOUR_OF, plot_attention, plot_flash
-from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_unsupported
+from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_not_run
 from cs336_systems.benchmarking.flash_benchmark import FlashRow, write_flash_files
 from cs336_systems.records import ResultsFile
 from tests.example_rows import RUN
@@ -29,7 +29,7 @@ def _flash_row(implementation, length, median_ms=None, status="ok", **changes):
 def test_tables_have_lengths_down_and_implementations_across():
     rows = [
         _flash_row("naive", 1024, 2.0),
-        _flash_row("naive", 65536, status="oom"),
+        _flash_row("naive", 65536, status="oom", reason="no room"),
         _flash_row("flash-triton", 1024, 0.5),
         _flash_row("flash-triton", 128, 0.25),
         _flash_row("sdpa-cudnn", 128, status="unsupported", reason="no GPU"),
@@ -54,7 +54,10 @@ def test_tables_have_lengths_down_and_implementations_across():
         ["length", "naive"],
         ["128", "1 (100)"],
     ]
-    assert why_unsupported(rows, "precision") == "- sdpa-cudnn (bf16, fp32) is unsupported: no GPU"
+    assert why_not_run(rows, "precision").splitlines() == [
+        "- naive (bf16): oom, no room",
+        "- sdpa-cudnn (bf16, fp32): unsupported, no GPU",
+    ]
 
 
 def test_calls_by_themselves_and_in_a_row_stand_apart(tmp_path, monkeypatch):

@@ -16,8 +16,8 @@ def _cell(every, device="cuda"):
 
 
 def _row(every, measured, rows=()):
-    status = "ok" if measured else "oom"
-    return CheckpointRow(**vars(_cell(every)), status=status, **checkpointing.complete(rows, _cell(every), measured))
+    ended = {} if measured else {"status": "oom", "reason": "no room"}
+    return CheckpointRow(**vars(_cell(every)), **ended, **checkpointing.complete(rows, _cell(every), measured))
 
 
 def _rows():
@@ -55,7 +55,8 @@ def test_the_note_names_the_best_and_the_files_are_written(tmp_path):
         results.append(row)
     text = checkpointing.write_files(results)
     assert "least memory with 1 in a segment (64.0 GiB); by formula with 1 (" in text
-    assert "| oom " in text
+    assert "| oom [1] " in text
+    assert "\n- [1] no room\n" in text
     assert (tmp_path / "checkpointing.png").stat().st_size > 10_000
 
 

@@ -1,5 +1,6 @@
 """From the leaderboard step's arguments to its rows: the plan for memory, what the card has of it, refusals."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,8 @@ def test_plans_are_shown_and_followed(swept, tmp_path, capsys):
     assert f"| {fused.predicted_gib:.2f} |" in shown
     assert "more than" not in shown
     assert [(row.status, row.predicted_gib) for row in rows] == [("oom", fused.predicted_gib), ("ok", None)]
-    assert f"- {cell_label(fused)}: oom. CUDA out of memory" in shown
+    assert re.search(rf"\| fused .*\| +{fused.kept_blocks} \|.* oom \[1\] ", shown)
+    assert "\n- [1] CUDA out of memory" in shown
     assert cell_label(fused) == f"fused ×2, {fused.kept_blocks} of 34 blocks kept"
 
 

@@ -128,6 +128,9 @@ def test_a_cell_that_cannot_run_is_a_row(nsys: Path, tmp_path: Path, capsys: pyt
     shown = capsys.readouterr()
     assert "2.7b-ctx128-train-step-fp32 left no report: CUDA out of memory" in shown.err
     assert "2.7b-ctx128-train-step-fp32: oom (CUDA out of memory)" in shown.out
+    table = (out / "steps.md").read_text()
+    assert [line.split()[1] for line in table.splitlines() if " oom [1] " in line] == ["2.7b-ctx128-train-step-fp32"]
+    assert "\n- [1] CUDA out of memory\n" in table
     rows = read_results(out / "steps.json", StepRow)[1]
     assert [(row.size, row.status) for row in rows] == [("small", "ok"), ("2.7b", "oom")]
     assert len((nsys / "calls").read_text().splitlines()) == 3  # the first cell was not captured again

@@ -193,6 +193,43 @@ def test_tables(tmp_path):
     assert r"\begin{tabular}" in latex
 
 
+@dataclass(frozen=True)
+class _StatusRow:
+    name: str
+    status: str = "ok"
+    reason: str = ""
+    time_ms: float | None = None
+
+
+def test_rows_without_a_measurement_come_last_and_are_told_why_below(tmp_path):
+    room = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    state = " GPU 0 has a total capacity of 139.80 GiB of which 1.43 GiB is free. See PYTORCH_CUDA_ALLOC_CONF"
+    results = ResultsFile(tmp_path, "bench", _StatusRow, RUN)
+    for row in (
+        _StatusRow("a", "unsupported", "compile='on': needs a\nC_compiler & 5%"),
+        _StatusRow("b", "oom", room + state),
+        _StatusRow("c", time_ms=2.0),
+        _StatusRow("d", "oom", room),
+        _StatusRow("e", time_ms=1.0, reason="snapshot not kept"),
+        _StatusRow("f", "killed"),
+    ):
+        results.append(row)
+    markdown = results.write_tables({"name": "name", "status": "how", "time_ms": "ms"}, note="A note.")
+    reasons = ["- [1] snapshot not kept", "- [2] compile='on': needs a C_compiler & 5%", f"- [3] {room}"]
+    rows = ["|c|ok|2|", "|e|ok[1]|1|", "|a|unsupported[2]|–|", "|b|oom[3]|–|", "|d|oom[3]|–|", "|f|killed|–|"]
+    lines = markdown.splitlines()
+    assert [line.replace(" ", "") for line in lines[2:8]] == rows
+    assert lines[8:14] == ["", *reasons, "", "A note."]
+    latex = (tmp_path / "bench.tex").read_text()
+    assert [line[0] for line in latex.splitlines() if line.count(" & ") == 2] == ["n", *"ceabdf"]
+    assert r"a & unsupported [2] & -- \\" in latex
+    assert "\\end{tabular}\n\n[1] snapshot not kept\n\n[2] compile='on': needs a C\\_compiler \\& 5\\%\n" in latex
+    with open(tmp_path / "bench.csv") as file:  # rows as they were measured, with all that is known
+        kept = list(csv.DictReader(file))
+    assert "".join(row["name"] for row in kept) == "abcdef"
+    assert (kept[1]["status"], kept[1]["reason"]) == ("oom", room + state)
+
+
 def test_markdown_aligns_numbers_right():
     assert to_markdown([_Row("a", 1, 0.25), _Row("b", 20, None)]).splitlines()[1] == "|:-------|-------:|----------:|"
 

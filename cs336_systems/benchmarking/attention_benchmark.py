@@ -235,10 +235,9 @@ _RESULTS = {
 def write_attention_files(results: ResultsFile[AttentionBenchmarkRow]) -> str:
     """Writes CSV, LaTeX, Markdown and a plot; returns the Markdown."""
     from cs336_systems.benchmarking.attention_plots import plot_attention
-    from cs336_systems.benchmarking.attention_tables import constants_note, varying, why_unsupported
+    from cs336_systems.benchmarking.attention_tables import constants_note, varying
 
     rows = results.rows
     plot_attention(rows, results.path.with_suffix(".png"))
     columns = varying(rows, _PARAMETERS, always=("head_dim", "length")) | _RESULTS
-    notes = [constants_note(rows, _PARAMETERS), why_unsupported(rows, "precision")]
-    return results.write_tables(columns, "\n\n".join(note for note in notes if note))
+    return results.write_tables(columns, constants_note(rows, _PARAMETERS))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cs336_systems.files import write_atomically
+from cs336_systems.reasons import short_reason
 from cs336_systems.records import ResultsFile, format_value
 
 
@@ -38,16 +39,16 @@ def pivot_markdown(
     return "\n\n".join(parts)
 
 
-def why_unsupported(rows: Sequence[Any], by: str) -> str:
-    """A Markdown list of the reasons in "unsupported" rows, each with its implementation and the values of field `by`
-    that it goes for."""
-    where: dict[tuple[str, str], list[str]] = {}
+def why_not_run(rows: Sequence[Any], by: str) -> str:
+    """A Markdown list of why rows have no measurement, each with its implementation and the values of field `by` that
+    it goes for."""
+    where: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
-        if row.status == "unsupported":
-            where.setdefault((row.implementation, row.reason), []).append(str(getattr(row, by)))
+        if row.status != "ok":
+            where.setdefault((row.implementation, row.status, short_reason(row)), []).append(str(getattr(row, by)))
     return "\n".join(
-        f"- {implementation} ({', '.join(dict.fromkeys(values))}) is unsupported: {reason}"
-        for (implementation, reason), values in where.items()
+        f"- {implementation} ({', '.join(dict.fromkeys(values))}): {status}{f', {reason}' if reason else ''}"
+        for (implementation, status, reason), values in where.items()
     )
 
 

@@ -23,6 +23,7 @@ from cs336_systems.benchmarking.convergence_report import (
     convergence_table,
     plot_convergence,
     run_folder,
+    variants_table,
 )
 from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
@@ -190,10 +191,9 @@ def _end(futures: Iterable[Future]) -> None:
 
 
 def _write_files(results: ResultsFile) -> str:
-    note = convergence_table(results.rows)
-    results.write_tables(ROW_COLUMNS, note)
+    results.write_tables(ROW_COLUMNS, variants_table(results.rows))
     plot_convergence(results.rows, results.directory, results.path.with_suffix(".png"))
-    return "\n\n".join([note, *results.measured()])
+    return "\n\n".join([convergence_table(results.rows), *results.measured()])
 
 
 def _config(base: TrainConfig, variant: str, seed: int, processes: int, out: Path, resume: bool) -> TrainConfig:

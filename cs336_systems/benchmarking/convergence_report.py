@@ -118,12 +118,16 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(present) if present else None
 
 
+def variants_table(rows: Sequence[ConvergenceRow]) -> str:
+    """Markdown: a row a variant."""
+    body = [[_shown(name, getattr(row, name)) for name in TABLE_COLUMNS] for row in summarize(rows)]
+    return markdown_table(list(TABLE_COLUMNS.values()), body)
+
+
 def convergence_table(rows: Sequence[ConvergenceRow]) -> str:
     """Markdown: a row a variant, and beneath it why runs did not end."""
-    body = [[_shown(name, getattr(row, name)) for name in TABLE_COLUMNS] for row in summarize(rows)]
     reasons = why_not_measured(rows, lambda row: f"{row.variant}, seed {row.seed}")
-    table = markdown_table(list(TABLE_COLUMNS.values()), body)
-    return "\n\n".join(filter(None, [table, reasons]))
+    return "\n\n".join(filter(None, [variants_table(rows), reasons]))
 
 
 def _shown(name: str, value: Any) -> str:

@@ -277,7 +277,7 @@ def write_flash_files(results: ResultsFile[FlashRow]) -> str:
     from cs336_systems.benchmarking.attention_tables import (
         pivot_markdown,
         value_or_status,
-        why_unsupported,
+        why_not_run,
         write_pivoted,
     )
 
@@ -301,6 +301,6 @@ def write_flash_files(results: ResultsFile[FlashRow]) -> str:
             "Median ms (TFLOP/s)": pivot(lambda row: value_or_status(row, "median_ms", "tflops")),
             "Peak memory of forward and backward, GiB": pivot(memory) if weighed else "",
             "Largest error over largest value, against float64": pivot(error),
-            "What could not run": why_unsupported(rows, "precision"),
+            "What could not run": why_not_run(rows, "precision"),
         },
     )

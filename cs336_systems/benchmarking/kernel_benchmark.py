@@ -248,7 +248,7 @@ def write_kernel_files(results: ResultsFile[KernelRow]) -> str:
     from cs336_systems.benchmarking.attention_tables import (
         pivot_markdown,
         value_or_status,
-        why_unsupported,
+        why_not_run,
         write_pivoted,
     )
 
@@ -266,6 +266,6 @@ def write_kernel_files(results: ResultsFile[KernelRow]) -> str:
                 lambda row: value_or_status(row, "median_ms", "rate")
             ),
             "Peak memory, GiB": pivot(lambda row: value_or_status(row, "peak_memory_gib")) if weighed else "",
-            "What could not run": why_unsupported(rows, "kernel"),
+            "What could not run": why_not_run(rows, "kernel"),
         },
     )

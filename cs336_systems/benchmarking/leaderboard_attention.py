@@ -161,9 +161,8 @@ _RESULTS = {
 
 def write_leaderboard_files(results: ResultsFile[LeaderboardRow]) -> str:
     """Writes CSV, LaTeX and Markdown; returns the Markdown."""
-    from cs336_systems.benchmarking.attention_tables import constants_note, varying, why_unsupported
+    from cs336_systems.benchmarking.attention_tables import constants_note, varying
 
     rows = results.rows
     columns = varying(rows, _PARAMETERS, always=("implementation",)) | _RESULTS
-    notes = [constants_note(rows, _PARAMETERS), why_unsupported(rows, "precision")]
-    return results.write_tables(columns, "\n\n".join(note for note in notes if note))
+    return results.write_tables(columns, constants_note(rows, _PARAMETERS))

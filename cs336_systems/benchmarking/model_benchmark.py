@@ -175,8 +175,6 @@ def table_columns(rows: list[BenchmarkRow]) -> dict[str, str]:
         if name in ("size", "ctx") or (name not in hidden and len(values(name)) > 1)
     }
     shown |= {n: h for n, h in _RESULT_HEADINGS.items() if n == "status" or values(n) != {None}}
-    if any(row.reason for row in rows):
-        shown["reason"] = "reason"
     return shown
 
 

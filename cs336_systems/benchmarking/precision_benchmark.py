@@ -18,6 +18,7 @@ from cs336_systems.accounting.memory import autocast_weight_bytes, saved_activat
 from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, measure_cell
 from cs336_systems.configs import BenchmarkCell
+from cs336_systems.reasons import measured_first
 from cs336_systems.records import format_value
 from cs336_systems.weight_copies import WeightCopies
 from cs336_systems.workload import Workload
@@ -155,7 +156,7 @@ def speedup_table(rows: Sequence[PrecisionRow]) -> str:
 
     by_cell = {(key(row), row.precision): row for row in rows}
     lines = []
-    for base in (row for row in rows if row.precision == "fp32"):
+    for base in (row for row in measured_first(rows) if row.precision == "fp32"):
         cells = [*(str(getattr(base, name)) for name in shown), _step(base)]
         for precision in precisions:
             row = by_cell.get((key(base), precision))

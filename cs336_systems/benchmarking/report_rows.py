@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.provenance import Provenance
+from cs336_systems.reasons import short_reason
 from cs336_systems.records import format_value
 
 
@@ -100,7 +101,7 @@ def why_not_measured(rows: Sequence[Any], label: Callable[[Any], str]) -> str:
     cells: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.status != "ok":
-            cells.setdefault((row.status, row.reason), []).append(label(row))
+            cells.setdefault((row.status, short_reason(row)), []).append(label(row))
     return "\n".join(f"- {'; '.join(which)}: {status}. {reason}" for (status, reason), which in cells.items())
 
 

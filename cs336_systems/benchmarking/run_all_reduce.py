@@ -27,7 +27,6 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
-from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.configs import check
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, GroupOptions
@@ -93,8 +92,7 @@ def open_all_reduce(
 def write_all_reduce_files(results: ResultsFile[AllReduceRow], fits: ResultsFile[AllReduceFit] | None) -> str:
     """Fits the rows anew, writes tables and the plot, and returns what a person reads."""
     note = "Bandwidths from the median, of the slowest rank in each repeat. MB is 10**6 bytes, GB 10**9."
-    reasons = why_not_measured(results.rows, all_reduce_label)
-    tables = [results.write_tables(ROW_COLUMNS, f"{note}\n\n{reasons}" if reasons else note)]
+    tables = [results.write_tables(ROW_COLUMNS, note)]
     found = fit_rows(results.rows)
     if fits is not None and found:
         fits.runs[-1] = results.runs[-1]  # which has by now what others used of the CPU

@@ -43,7 +43,6 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
-from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.benchmarking.run_all_reduce import open_all_reduce, write_all_reduce_files
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.cli import refusing_bad_input, tell
@@ -145,8 +144,7 @@ def run_data_parallel_benchmark(
 
 def _write_files(results: ResultsFile[DataParallelRow], costs: report.Costs, timelines: ByLabel) -> str:
     rows, out = results.rows, results.directory
-    notes = (report.best_sizes(rows, costs), why_not_measured(rows, cell_label))
-    tables = [results.write_tables(present(report.COLUMNS, rows), "\n\n".join(note for note in notes if note))]
+    tables = [results.write_tables(present(report.COLUMNS, rows), report.best_sizes(rows, costs))]
     tables.append(write_scaling(rows, out / "ddp_by_ranks", scheme_label))
     report.plot_bucket_sizes(rows, out / "ddp_bucket_sizes.png")
     if shown := report.timelines_to_show(rows, timelines.entries):

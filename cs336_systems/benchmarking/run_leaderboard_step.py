@@ -30,7 +30,6 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
-from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
@@ -157,7 +156,7 @@ def run_leaderboard_step(
         show("\n".join(dict.fromkeys(_plan_table(cell, plan) for cell, plan in plans)))
 
     def write_files(results: ResultsFile[LeaderboardRow]) -> str:
-        return results.write_tables(present(COLUMNS, results.rows), why_not_measured(results.rows, cell_label))
+        return results.write_tables(present(COLUMNS, results.rows))
 
     ranks_into_files(
         results,

@@ -27,7 +27,6 @@ from cs336_systems.benchmarking.rank_sweep import (
     run_rank_sweep,
     world_sizes,
 )
-from cs336_systems.benchmarking.report_rows import why_not_measured
 from cs336_systems.benchmarking.scaling import write_scaling
 from cs336_systems.benchmarking.sharding import measure_sharding
 from cs336_systems.benchmarking.sharding_cells import (
@@ -143,7 +142,7 @@ def run_sharding_benchmark(
         return memory.complete(cell, measured) if memory is not None else measured
 
     def write_files(results: ResultsFile[ShardingRow]) -> str:
-        tables = [results.write_tables(present(COLUMNS, results.rows), why_not_measured(results.rows, cell_label))]
+        tables = [results.write_tables(present(COLUMNS, results.rows))]
         tables.append(write_scaling(results.rows, out / f"{name}_by_ranks", scheme_label))
         if memory is not None:
             tables.append(memory.file.write_tables(present(MEMORY_COLUMNS, memory.file.rows)))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.files import write_atomically
+from cs336_systems.reasons import measured_first
 from cs336_systems.records import format_value
 
 Rows = Sequence[Any]  # of DataParallelRow or ShardingRow
@@ -28,8 +29,8 @@ def efficiency(row: Any, rows: Rows) -> float | None:
 
 def scaling_table(rows: Rows, label: Callable[[Any], str] = lambda row: row.implementation, title: str = "") -> str:
     """Markdown: a line for each precision and scheme, and by number of ranks the step in ms, the efficiency, and the
-    peak in GiB where it was measured, e.g. "757.6 (98%), 57.3", under `title`. Empty where all rows have one number of
-    ranks."""
+    peak in GiB where it was measured, e.g. "757.6 (98%), 57.3", under `title`; schemes without any come last. Empty
+    where all rows have one number of ranks."""
     ranks = sorted({row.world_size for row in rows})
     if len(ranks) < 2:
         return ""
@@ -37,7 +38,7 @@ def scaling_table(rows: Rows, label: Callable[[Any], str] = lambda row: row.impl
     lines = [[f"{title}: {values}" if title else values, *(f"{n} rank{'s' * (n > 1)}" for n in ranks)]]
     lines.append([":--", *["--:"] * len(ranks)])
     by_scheme: dict[str, dict[int, str]] = {}
-    for row in rows:
+    for row in measured_first(rows):
         by_scheme.setdefault(f"{label(row)}, {row.precision}", {})[row.world_size] = _cell(row, rows)
     lines += [[scheme, *(cells.get(n, "–") for n in ranks)] for scheme, cells in by_scheme.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

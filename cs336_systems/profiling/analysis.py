@@ -15,6 +15,7 @@ from cs336_systems.profiling.timeline import plot_timeline
 from cs336_systems.profiling.trace import Trace
 from cs336_systems.profiling.verdict import Verdict, judge
 from cs336_systems.provenance import Provenance
+from cs336_systems.reasons import short_reason
 from cs336_systems.records import ResultsFile, to_frame, to_markdown
 
 _RANGE_HEADINGS = {
@@ -112,7 +113,7 @@ def _write(analyses: Mapping[str, Analysis], failed: Sequence[StepRow], results:
 
         write_atomically(out / "kernels.csv", pd.DataFrame(kernels).to_csv(index=False))
     shown = {name: heading for columns in COLUMNS.values() for name, heading in columns.items()}
-    results.write_tables({"source": "report", **_there(results.rows, WHAT_RAN), **_there(results.rows, shown)})
+    results.write_tables({**_what_ran(results.rows), **_there(results.rows, shown)})
     markdown = answers_markdown(results.rows, results.used_runs())
     write_atomically(out / "answers.md", markdown)
     return markdown
@@ -129,8 +130,13 @@ def answers_markdown(rows: Sequence[StepRow], runs: Sequence[Provenance]) -> str
             parts += [f"### {heading}", to_markdown(measured, {**what, **columns})]
     for row in rows:
         if row.status != "ok":
-            parts.append(f"{row.source}: {row.status} ({row.reason})")
+            parts.append(f"{row.source}: {row.status} ({short_reason(row)})")
     return "\n\n".join([*parts, *(f"Measured: {run.summary()}" for run in runs)]) + "\n"
+
+
+def _what_ran(rows: Sequence[StepRow]) -> dict[str, str]:
+    failed = {"status": "status"} if any(row.status != "ok" for row in rows) else {}
+    return {"source": "report", **_there(rows, WHAT_RAN), **failed}
 
 
 def _there(rows: Sequence[StepRow], columns: Mapping[str, str]) -> dict[str, str]:
