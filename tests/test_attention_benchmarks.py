@@ -72,7 +72,7 @@ def test_the_flash_benchmark_survives_ctrl_c_resumes_and_writes_every_file(tmp_p
             assert row.relative_error is None if row.phase == "both" else row.relative_error < 1e-5
             assert row.peak_memory_gib is None  # PyTorch keeps no count on a CPU
     assert "**forward**" in output
-    assert re.search(r"\| +17 \| +[\d.e-]+ \([\d.e-]+\) \|", output)
+    assert re.search(r"\| +17 \| +[\d.e-]+ ± [\d.]+% \([\d.e-]+\) \|", output)
     assert "- sdpa-cudnn (fp32): unsupported, sdpa-cudnn runs on NVIDIA GPUs, and the device is cpu" in output
     assert "python scripts/flash_benchmark.py --device cpu" in output
 

@@ -60,6 +60,22 @@ def test_tables_have_lengths_down_and_implementations_across():
     ]
 
 
+@pytest.mark.parametrize(
+    ("p20", "p80", "shown"),
+    [
+        (0.25, 0.25, "0.25 ± 0.0% (100)"),
+        (0.24, 0.26, "0.25 ± 4.0% (100)"),
+        (0.2, 0.35, "0.25 ± 30% (100)"),
+        (None, None, "0.25 (100)"),
+    ],
+)
+def test_times_have_the_spread_of_their_calls(tmp_path, p20, p80, shown):
+    """Of rows from before percentiles were kept there is none."""
+    results = ResultsFile(tmp_path, "flash", FlashRow, RUN)
+    results.append(_flash_row("naive", 128, 0.25, p20_ms=p20, p80_ms=p80))
+    assert f"|      128 | {shown} |" in write_flash_files(results)
+
+
 def test_calls_by_themselves_and_in_a_row_stand_apart(tmp_path, monkeypatch):
     panels = []
     monkeypatch.setattr(attention_plots, "save_figure", lambda figure, path: panels.extend(figure.axes))

@@ -79,3 +79,16 @@ def value_or_status(row: Any, *names: str) -> str | None:
         return None if row.status == "unsupported" else row.status
     first, *others = (format_value(getattr(row, name)) for name in names)
     return f"{first} ({', '.join(others)})" if others else first
+
+
+SPREAD = "± half of what lies between the fastest and the slowest fifth of calls"
+
+
+def time_or_status(row: Any, rate: str) -> str | None:
+    """`value_or_status` of the median and the field `rate`, with the calls' spread (`SPREAD`, as a share of the median)
+    between them, e.g. "1.23 ± 0.4% (45)"; without a spread where the row has no percentiles."""
+    text = value_or_status(row, "median_ms", rate)
+    if text is None or row.status != "ok" or None in (row.p20_ms, row.p80_ms):
+        return text
+    share = (row.p80_ms - row.p20_ms) / 2 / row.median_ms
+    return text.replace(" (", f" ± {share:{'.1%' if share < 0.0995 else '.0%'}} (", 1)

@@ -275,7 +275,9 @@ def write_flash_files(results: ResultsFile[FlashRow]) -> str:
     """Writes CSV, LaTeX, Markdown and plots; returns the Markdown."""
     from cs336_systems.benchmarking.attention_plots import plot_flash
     from cs336_systems.benchmarking.attention_tables import (
+        SPREAD,
         pivot_markdown,
+        time_or_status,
         value_or_status,
         why_not_run,
         write_pivoted,
@@ -298,7 +300,7 @@ def write_flash_files(results: ResultsFile[FlashRow]) -> str:
         results,
         _COLUMNS,
         {
-            "Median ms (TFLOP/s)": pivot(lambda row: value_or_status(row, "median_ms", "tflops")),
+            f"Median ms {SPREAD} (TFLOP/s)": pivot(lambda row: time_or_status(row, "tflops")),
             "Peak memory of forward and backward, GiB": pivot(memory) if weighed else "",
             "Largest error over largest value, against float64": pivot(error),
             "What could not run": why_not_run(rows, "precision"),

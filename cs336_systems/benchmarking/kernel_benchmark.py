@@ -246,7 +246,9 @@ _COLUMNS = {
 def write_kernel_files(results: ResultsFile[KernelRow]) -> str:
     """Writes CSV, LaTeX and Markdown; returns the Markdown."""
     from cs336_systems.benchmarking.attention_tables import (
+        SPREAD,
         pivot_markdown,
+        time_or_status,
         value_or_status,
         why_not_run,
         write_pivoted,
@@ -262,8 +264,8 @@ def write_kernel_files(results: ResultsFile[KernelRow]) -> str:
         results,
         _COLUMNS,
         {
-            "Median ms (least traffic, or matrix products, over it)": pivot(
-                lambda row: value_or_status(row, "median_ms", "rate")
+            f"Median ms {SPREAD} (least traffic, or matrix products, over it)": pivot(
+                lambda row: time_or_status(row, "rate")
             ),
             "Peak memory, GiB": pivot(lambda row: value_or_status(row, "peak_memory_gib")) if weighed else "",
             "What could not run": why_not_run(rows, "kernel"),
