@@ -146,15 +146,17 @@ class ResultsFile(Generic[Row]):
         """A line for each of them that says where its rows are from, e.g. under a table."""
         return [f"Measured: {run.summary()}" for run in self.used_runs()]
 
-    def write_tables(self, columns: Mapping[str, str] | None = None, note: str = "") -> str:
+    def write_tables(
+        self, columns: Mapping[str, str] | None = None, note: str = "", summary: Sequence[Any] | None = None
+    ) -> str:
         """Writes CSV (every row and column), Markdown and LaTeX (`columns`: field to heading) and returns the Markdown.
 
         In the last two, rows that were not measured come last, and the reasons why stand below the table, numbered in
-        the column `status`.
+        the column `status`. They are of `summary`, rows made of the file's own, where there is one.
         """
         if not self.rows:
             return ""
-        rows = measured_first(self.rows)
+        rows = measured_first(self.rows if summary is None else summary)
         table, reasons = to_frame(rows, columns), []
         if columns is not None and "status" in columns:
             table[columns["status"]], reasons = number_reasons(rows)

@@ -27,7 +27,7 @@ from cs336_systems.benchmarking.rank_sweep import batch_sizes, nccl_settings, ru
 from cs336_systems.benchmarking.run_all_reduce import run_all_reduce_benchmark
 from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
 from cs336_systems.benchmarking.run_sharding import COLUMNS as SHARDING_COLUMNS
-from cs336_systems.benchmarking.run_sharding import MEMORY_COLUMNS
+from cs336_systems.benchmarking.sharding_memory import COLUMNS as MEMORY_COLUMNS
 from cs336_systems.distributed.process_group import RankContext
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.profiling.overlap import profile_step

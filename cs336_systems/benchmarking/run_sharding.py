@@ -36,6 +36,7 @@ from cs336_systems.benchmarking.sharding_cells import (
     cell_label,
     scheme_label,
 )
+from cs336_systems.benchmarking.sharding_memory import write_memory
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
 from cs336_systems.feasibility import check_memory, tell_if_crowded
@@ -59,22 +60,6 @@ COLUMNS = {
     "n_gathers": "gathers",
     "n_late": "late",
     "late_ms": "late ms",
-}
-MEMORY_COLUMNS = {
-    "precision": "precision",
-    "world_size": "ranks",
-    "implementation": "implementation",
-    "rank": "rank",
-    "moment": "moment",
-    "parameters_gib": "parameters GiB",
-    "predicted_parameters_gib": "predicted parameters GiB",
-    "gradients_gib": "gradients GiB",
-    "predicted_gradients_gib": "predicted gradients GiB",
-    "optimizer_state_gib": "optimizer state GiB",
-    "predicted_optimizer_state_gib": "predicted optimizer state GiB",
-    "rest_gib": "rest GiB",
-    "total_gib": "total GiB",
-    "peak_since_gib": "peak since GiB",
 }
 
 
@@ -145,7 +130,7 @@ def run_sharding_benchmark(
         tables = [results.write_tables(present(COLUMNS, results.rows))]
         tables.append(write_scaling(results.rows, out / f"{name}_by_ranks", scheme_label))
         if memory is not None:
-            tables.append(memory.file.write_tables(present(MEMORY_COLUMNS, memory.file.rows)))
+            tables.append(write_memory(memory.file))
         if timelines.entries:
             plot_timeline(timelines.entries, out / f"{name}_timeline.png")
         if gathers_of.entries:
