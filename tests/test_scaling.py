@@ -118,3 +118,8 @@ def test_a_batch_that_does_not_divide_is_refused(tmp_path: Path, capsys: pytest.
         run_sharding_benchmark("", None, implementation=("ddp",), out=tmp_path, **settings)
     assert error.value.code == 2
     assert "--total-batch-size 3: must be a multiple of 2" in capsys.readouterr().err
+
+
+def test_schemes_without_a_time_come_last() -> None:
+    rows = [_row("fsdp", 2, 1.0, status="oom"), _row("none", 1, 700.0), _row("ddp", 2, 750.0)]
+    assert [line.split(",")[0] for line in scaling_table(rows).splitlines()[2:]] == ["| none", "| ddp", "| fsdp"]
