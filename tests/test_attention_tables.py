@@ -13,7 +13,7 @@ from cs336_systems.benchmarking.attention_benchmark import (
     AttentionBenchmarkRow,
     formulas,
 )
-from cs336_systems.benchmarking.attention_plots import COLOUR_OF, plot_attention, plot_flash
+from cs336_systems.benchmarking.attention_plots import COLOUR_OF, colour_of, plot_attention, plot_flash
 from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_not_run
 from cs336_systems.benchmarking.flash_benchmark import FlashRow, write_flash_files
 from cs336_systems.records import ResultsFile
@@ -150,3 +150,9 @@ def test_no_two_columns_have_the_same_title():
     for headings in (attention_benchmark._RESULTS, model_benchmark._RESULT_HEADINGS):
         titles = [" ".join(title.split()) for title in headings.values()]
         assert len(set(titles)) == len(titles)
+
+
+def test_another_implementation_gets_a_colour_too():
+    more = colour_of([*COLOUR_OF, "chunked"])
+    assert more.items() >= COLOUR_OF.items()
+    assert more["chunked"].startswith("#")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,8 +14,14 @@ if TYPE_CHECKING:
     from cs336_systems.benchmarking.attention_benchmark import AttentionBenchmarkRow
     from cs336_systems.benchmarking.flash_benchmark import FlashRow
 
-# An implementation has the same colour in every picture, whatever else is in it.
-COLOUR_OF = dict(zip(get_args(PeerName), COLOURS, strict=True))
+
+def colour_of(names: Sequence[str]) -> dict[str, str]:
+    """An implementation has the same colour in every picture, whatever else is in it. Past the last colour those of
+    the first are had again."""
+    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
+
+
+COLOUR_OF = colour_of(get_args(PeerName))
 # It launches flash-triton's kernels where its own are slower: there that one shows between its dashes, in its rings.
 STYLE_OF = {"flash-hopper": {"linestyle": (0, (2, 2)), "markersize": 6.5, "markerfacecolor": "none", "zorder": 3}}
 PHASES = ("forward", "backward", "both")
