@@ -78,7 +78,7 @@ def test_a_precision_without_numbers_has_no_panel(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_strong_scaling_on_the_cpu(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {**TINY, "name": "scaling", "processes": (1, 2), "total_batch_size": 2}
+    settings: dict[str, Any] = {**TINY, "name": "scaling", "processes": (1, 2), "batch_size": 4, "total_batch_size": 2}
     implementations = ("none", "ddp", "sharded-optimizer", "fsdp")
     rows = run_sharding_benchmark("", None, implementation=implementations, out=tmp_path, **settings)
     assert [(row.implementation, row.world_size, row.batch_size, row.status) for row in rows] == [
