@@ -36,19 +36,14 @@ from cs336_systems.benchmarking.sharding_cells import (
     cell_label,
     scheme_label,
 )
-from cs336_systems.benchmarking.sharding_memory import write_memory
+from cs336_systems.benchmarking.sharding_memory import CONFIGURATION, write_memory
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S
 from cs336_systems.feasibility import check_memory, tell_if_crowded
 from cs336_systems.records import DetailRows, ResultsFile
 from cs336_systems.sweep_cells import cells_of, possible
 
-COLUMNS = {
-    "precision": "precision",
-    "world_size": "ranks",
-    "implementation": "implementation",
-    "max_ctas": "CTAs at most",
-    "high_priority": "high priority",
+COLUMNS = CONFIGURATION | {
     "status": "status",
     "step_median_ms": "median step ms",
     "step_std_ms": "± ms",

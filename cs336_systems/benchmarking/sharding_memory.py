@@ -14,7 +14,14 @@ _PARTS = [
     *("parameters_gib", "gradients_gib", "optimizer_state_gib"),
     *("predicted_parameters_gib", "predicted_gradients_gib", "predicted_optimizer_state_gib"),
 ]
-_CONFIGURATION = ("precision", "world_size", "implementation", "max_ctas", "high_priority")
+# What tells configurations apart, and its headings.
+CONFIGURATION = {
+    "precision": "precision",
+    "world_size": "ranks",
+    "implementation": "implementation",
+    "max_ctas": "CTAs at most",
+    "high_priority": "high priority",
+}
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,7 @@ class MemoryTableRow:
     peak_gib: float | None
 
 
-COLUMNS = {
-    "precision": "precision",
-    "world_size": "ranks",
-    "implementation": "implementation",
-    "max_ctas": "CTAs at most",
-    "high_priority": "high priority",
+COLUMNS = CONFIGURATION | {
     "parameters_gib": "parameters GiB",
     "predicted_parameters_gib": "predicted parameters GiB",
     "gradients_gib": "gradients GiB",
@@ -69,7 +71,7 @@ def summarize_memory(rows: Sequence[ShardingMemoryRow]) -> list[MemoryTableRow]:
     """A row a configuration, in the order of the first of each."""
     groups: dict[tuple, list[ShardingMemoryRow]] = {}
     for row in rows:
-        groups.setdefault(tuple(getattr(row, name) for name in _CONFIGURATION), []).append(row)
+        groups.setdefault(tuple(getattr(row, name) for name in CONFIGURATION), []).append(row)
     return [_summarize(key, mine) for key, mine in groups.items()]
 
 
@@ -79,7 +81,7 @@ def _summarize(key: tuple, rows: Sequence[ShardingMemoryRow]) -> MemoryTableRow:
         return max((value for value in values if value is not None), default=None)
 
     return MemoryTableRow(
-        **dict(zip(_CONFIGURATION, key, strict=True)),
+        **dict(zip(CONFIGURATION, key, strict=True)),
         **{name: most(name, BEFORE_STEP) for name in _PARTS},
         after_build_gib=most("total_gib", AFTER_BUILD),
         before_step_gib=most("total_gib", BEFORE_STEP),
