@@ -91,7 +91,7 @@ STEPS: tuple[Step, ...] = (
          cpu=("--device cpu --size tiny --ctx 256 --mode forward forward-backward --warmup 2 --steps 5",),
          seconds=_guess(cpu=20, gpu=360)),
     Step("benchmark/warmup", "benchmark", "benchmark",
-         gpu=(f"{_SIZES} --ctx 256 --warmup 0 1 2 5 --cold-caches",),
+         gpu=(f"{_SIZES} --ctx 256 --warmup 0 1 2 5",),
          cpu=("--device cpu --size tiny --ctx 256 --warmup 0 1 2 5 --steps 5",),
          seconds=_guess(cpu=40, gpu=360)),
     Step("benchmark/compile", "benchmark", "benchmark",
