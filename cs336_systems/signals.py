@@ -4,6 +4,7 @@ it starts; what these leave behind when they are ended."""
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -89,6 +90,12 @@ def leave_interrupts_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def leave_unwinding_untold() -> None:
+    """In a process that a signal has ended, which has said so: what else goes wrong as its objects are dropped is no
+    news. PyTorch's checkpoints inside of checkpoints print a traceback each where backward was cut short."""
+    sys.unraisablehook = lambda unraisable: None
 
 
 def leave_no_semaphore() -> None:

@@ -1,5 +1,9 @@
 """Checkpointing's tables: measured beside formula, where memory ran out too; and how nested checkpoints grow."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from cs336_systems.accounting.training_memory import training_memory
@@ -93,3 +97,32 @@ def test_a_nested_sweep_goes_on_where_it_was(tmp_path):
     assert read_results(tmp_path / "nested.json", results.row_type)[1] == results.rows
     with pytest.raises(ValueError, match="layers=1: must be at least 2"):
         nested_cells([1])
+
+
+_INTERRUPTED_IN_A_REPEATED_FORWARD = """
+import runpy, sys
+from cs336_systems.profiling import nested_checkpointing
+
+class Interrupted(nested_checkpointing._Layer):
+    n_left = 16 + 2 * 16 + 16 + 2  # the second forward that nested checkpoints repeat
+
+    def forward(self, x):
+        Interrupted.n_left -= 1
+        if not Interrupted.n_left:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+nested_checkpointing._Layer = Interrupted
+sys.argv = ["scripts/checkpointing.py", "--part", "nested", "--layers", "16", "--out", sys.argv[1]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_an_interrupt_within_checkpoints_leaves_no_traceback(tmp_path):
+    """PyTorch prints one for each checkpoint that backward was in."""
+    words = [sys.executable, "-c", _INTERRUPTED_IN_A_REPEATED_FORWARD, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == 130
+    assert "\nInterrupted. To go on: " in done.stderr
+    assert "2/3" in done.stderr  # of the bar
+    assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from cs336_systems.benchmarking import sweep
+from cs336_systems import progress
 from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.records import ResultsFile, Unsupported, read_results
@@ -84,7 +84,9 @@ def test_what_ran_out_of_a_cpus_memory_is_measured_again(tmp_path, monkeypatch):
     run = replace(RUN, gpu="none")
     for status in ("oom", "ok"):
         results = ResultsFile(tmp_path, "bench", _Row, run, resume=status == "ok")
-        monkeypatch.setattr(sweep, "run_isolated", lambda *_, status=status, **__: Outcome(status))
+        monkeypatch.setattr(
+            "cs336_systems.benchmarking.sweep.run_isolated", lambda *_, status=status, **__: Outcome(status)
+        )
         run_sweep([_Cell("large"), _Cell("small")], _measure, results)
         assert [(row.name, row.status) for row in results.rows] == [("large", status), ("small", status)]
 
@@ -119,8 +121,8 @@ def test_a_terminals_clock_goes_on_within_a_cell(monkeypatch):
             return True
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(sweep, "_TICK_S", 0.01)
-    with sweep.progress(2) as bar:
+    monkeypatch.setattr(progress, "_TICK_S", 0.01)
+    with progress.progress(2) as bar:
         bar.set_description("a long one")
         shown = len(sys.stderr.getvalue())
         wait_until(lambda: len(sys.stderr.getvalue()) > shown, "another look at the clock")

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory, run_isolated
-from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
+from cs336_systems.benchmarking.sweep import make_row, unmeasured
+from cs336_systems.progress import progress
 from cs336_systems.records import ResultsFile, Unsupported
 
 Measure = Callable[[Any], dict[str, Any]]

@@ -20,7 +20,7 @@ from cs336_systems.files import NotWritten, check_writable
 from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
 from cs336_systems.records import ResultsFile
 from cs336_systems.resuming import to_go_on
-from cs336_systems.signals import STOPPED, answer, stopped_by
+from cs336_systems.signals import STOPPED, answer, leave_unwinding_untold, stopped_by
 from cs336_systems.sweep_cells import possible
 
 Look = Callable[..., Provenance]
@@ -86,6 +86,7 @@ def sweep_into_files(
         _answer(dict.fromkeys(before, signal.SIG_IGN))
         told.append(f"\n{STOPPED[number]}. {to_go_on(results.runs[-1].command)}")
         tell(told[-1])
+        leave_unwinding_untold()
         raise SystemExit(128 + number) from None
     finally:
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from cs336_systems.benchmarking.into_files import Look, resolve_device
 from cs336_systems.benchmarking.isolation import Outcome, is_out_of_memory
 from cs336_systems.benchmarking.rank_arguments import RankArguments
-from cs336_systems.benchmarking.sweep import make_row, progress, unmeasured
+from cs336_systems.benchmarking.sweep import make_row, unmeasured
 from cs336_systems.configs import check, named_shape
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
@@ -31,6 +31,7 @@ from cs336_systems.distributed.process_group import (
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.files import NotWritten, check_writable
+from cs336_systems.progress import progress
 from cs336_systems.provenance import Provenance, collect_provenance
 from cs336_systems.records import ResultsFile
 

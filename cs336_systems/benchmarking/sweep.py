@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
-
-from tqdm import tqdm
 
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import Outcome, run_isolated
 from cs336_systems.cli import as_flag, tell
 from cs336_systems.configs import BenchmarkCell
+from cs336_systems.progress import progress
 from cs336_systems.records import ResultsFile, is_row_of
 from cs336_systems.sweep_cells import Impossible, possible
 
-_TICK_S = 1.0
 _MOST_REASONS = 3
 
 
@@ -119,45 +115,6 @@ def make_row(row_type: Any, cell: Any, outcome: Outcome, values: Mapping[str, An
     parameters = dict(cell.values) if isinstance(cell, Impossible) else asdict(cell)
     ending = {"status": outcome.status, "reason": outcome.reason}
     return row_type(**{**dict.fromkeys(row_type.__dataclass_fields__), **parameters, **ending, **values})
-
-
-@contextmanager
-def progress(n_cells: int, n_done: int = 0, disable: bool = False) -> Generator[Any]:
-    """A progress bar over cells, of which the first are done. That nobody can read it any more stops no measurement.
-
-    On a terminal its clock goes on within a cell too, which may compile for a minute.
-    """
-    with tqdm(total=n_cells, initial=n_done, unit="cell", file=_WhileItCan(), disable=disable) as bar:
-        ended = threading.Event()
-
-        def tick() -> None:
-            while not ended.wait(_TICK_S):
-                bar.refresh()
-
-        if sys.stderr.isatty() and not disable:
-            threading.Thread(target=tick, daemon=True).start()
-        try:
-            yield bar
-        finally:
-            ended.set()
-
-
-class _WhileItCan:
-    """Standard error, and nothing once that cannot be written to."""
-
-    def write(self, text: str) -> None:
-        with suppress(OSError):
-            sys.stderr.write(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            sys.stderr.flush()
-
-    def isatty(self) -> bool:
-        return sys.stderr.isatty()
-
-    def fileno(self) -> int:
-        return sys.stderr.fileno()  # tqdm asks it for the terminal's width
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from cs336_systems.checkpointing import checkpoint_blocks, run_nested
 from cs336_systems.configs import check
 from cs336_systems.figures import COLOURS, new_figure, save_figure
 from cs336_systems.profiling.storage_trace import StorageTrace
+from cs336_systems.progress import progress
 from cs336_systems.records import ResultsFile
 
 Scheme = Literal["none", "segments", "nested"]
@@ -83,9 +84,19 @@ def nested_cells(layers: Sequence[int]) -> list[tuple[Scheme, int]]:
 def run_nested_sweep(cells: Sequence[tuple[Scheme, int]], results: ResultsFile) -> None:
     """Adds a row for each cell that `results` does not have yet."""
     have = {(row.scheme, row.n_layers) for row in results.rows}
-    for cell in cells:
-        if cell not in have:
-            results.append(measure_scheme(*cell))
+    to_measure = [cell for cell in cells if cell not in have]
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # thousands of small calls, in which threads that wait for a busy core cost most of the time
+    try:
+        with progress(len(cells), len(cells) - len(to_measure)) as bar:
+            for scheme, n_layers in to_measure:
+                bar.set_description(f"{scheme}, {n_layers} layers")
+                results.append(measure_scheme(scheme, n_layers))
+                bar.update()
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def write_nested(results: ResultsFile) -> str:
