@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def _cpu_name() -> str:
 def _git_commit() -> str:
     commit = _output(["git", "-C", str(_SOURCE_ROOT), "rev-parse", "--short=12", "HEAD"])
     if not commit:
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}$", r"\1", os.environ.get("GIT_COMMIT", "unknown"))
     # What a run writes is not a change of the code that it measures.
     changed = _output(["git", "-C", str(_SOURCE_ROOT), "status", "--porcelain", "--", ".", ":!results", ":!out"])
     return commit + ("+changes" if changed else "")

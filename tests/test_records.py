@@ -260,11 +260,13 @@ def test_a_cpus_rows_name_no_cuda(monkeypatch):
     assert "; CUDA 13.0, torch 2." in replace(run, gpu="NVIDIA H200", cuda="13.0").summary()
 
 
-def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("given", "shown"), [("f00d", "f00d"), ("0123456789" * 4, "012345678901")])
+def test_the_commit_comes_from_the_environment_where_there_is_no_checkout(monkeypatch, tmp_path, given, shown):
+    """A whole hash as short as git's own would be."""
     monkeypatch.setattr("cs336_systems.provenance._SOURCE_ROOT", tmp_path)
-    monkeypatch.setenv("GIT_COMMIT", "f00d")
+    monkeypatch.setenv("GIT_COMMIT", given)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    assert collect_provenance("x", "cpu").git_commit == "f00d"
+    assert collect_provenance("x", "cpu").git_commit == shown
 
 
 @pytest.mark.parametrize(
