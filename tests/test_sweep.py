@@ -11,7 +11,7 @@ import torch
 
 from cs336_systems import progress
 from cs336_systems.benchmarking.isolation import Outcome
-from cs336_systems.benchmarking.sweep import run_sweep
+from cs336_systems.benchmarking.sweep import run_sweep, told_apart
 from cs336_systems.records import ResultsFile, Unsupported, read_results
 from tests.example_rows import RUN
 from tests.script_helpers import wait_until
@@ -77,6 +77,13 @@ def test_a_killed_cell_is_measured_again_on_resume_and_others_are_not(tmp_path, 
     ]  # fmt: skip
     assert resumed[:2] == [rows[0], rows[2]]
     assert read_results(tmp_path / "bench.json", _Row)[1] == resumed
+
+
+def test_cells_of_one_label_are_told_apart_by_what_differs():
+    cells = [_Cell("a"), _Cell("b", 1), _Cell("b", 2, cold_caches=True)]
+    assert told_apart(cells, lambda cell: cell.name) == dict(
+        zip(cells, ("a", "b, size 1, cold caches False", "b, size 2, cold caches True"), strict=True)
+    )
 
 
 def test_what_ran_out_of_a_cpus_memory_is_measured_again(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -50,7 +51,7 @@ def run_sweep(
         results.timing_begins()
     with progress(len(cells), len(cells) - len(to_measure)) as bar:
         for cell in to_measure:
-            bar.set_description(label(cell))
+            bar.set_description(results.asked[cell])
             outcome = known(cell)
             if outcome is None:
                 with _compile_caches(getattr(cell, "cold_caches", False)) as environment:
@@ -77,11 +78,23 @@ def unmeasured(cells: Sequence[Any], results: ResultsFile, label: Callable[[Any]
 
     if any(is_tried_again(row) for row in results.rows):
         results.replace([], is_tried_again)
-    results.asked = {cell: label(cell) for cell in cells}
+    results.asked = told_apart(cells, label)
     left = results.cells_left()
     if not left:
         tell(f"Nothing is left to measure: every cell has its row in {results.path}.")
     return left
+
+
+def told_apart(cells: Sequence[Any], label: Callable[[Any], str]) -> dict[Any, str]:
+    """Each cell's label, e.g. "small ctx 256"; where several cells have one, what sets them apart behind it, by fields:
+    "small ctx 256, warmup 0" and "small ctx 256, warmup 5"."""
+    labels = {cell: label(cell) for cell in cells}
+    for shared in [text for text, n in Counter(labels.values()).items() if n > 1]:
+        same = [cell for cell, text in labels.items() if text == shared]
+        apart = [name for name in asdict(same[0]) if len({getattr(cell, name) for cell in same}) > 1]
+        for cell in same:
+            labels[cell] += "".join(f", {name.replace('_', ' ')} {getattr(cell, name)}" for name in apart)
+    return labels
 
 
 def _may_pass(cell: Any, on_cpu: bool) -> tuple[str, ...]:
