@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cs336_systems.configs import check
 from cs336_systems.cpu_cores import usable_cores
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,27 @@ def has_nvidia_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def may_have_gpu() -> bool:
+    """Whether torch, which takes seconds to import, must be asked for GPUs: there is a driver of some (NVIDIA's, or
+    AMD's, which torch calls cuda too), or a Mac's."""
+    return has_nvidia_driver() or Path("/dev/kfd").exists() or sys.platform == "darwin"
+
+
+def count_gpus() -> int:
+    """How many GPUs torch calls cuda; torch is imported only where there may be one."""
+    if not may_have_gpu():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_cpu_alone(device: str) -> None:
+    """Raises ValueError for a device that is none of a CPU's, where there is certainly no GPU; without torch."""
+    allowed = may_have_gpu() or device in ("auto", "cpu")
+    check(allowed, "device", device, "is not on this machine; it has cpu")
 
 
 def devices_here() -> list[str]:

@@ -68,7 +68,8 @@ def check_any_possible(cells: Sequence[Any]) -> None:
         raise ValueError(cells[0].reason)
 
 
-_COMPILED_ATTENTION = ("flash-triton", "flash-hopper")
+# Those that Triton compiles, and that do not run everywhere.
+COMPILED_ATTENTION = ("flash-triton", "flash-hopper")
 # For each parameter that a cell may have and not read: whether it reads it, and what that takes.
 _READS: dict[str, tuple[Callable[[BenchmarkCell], bool], str]] = {
     "optimizer": (
@@ -85,9 +86,9 @@ _READS: dict[str, tuple[Callable[[BenchmarkCell], bool], str]] = {
         "fused",
     ),
     "cold_caches": (
-        lambda cell: cell.compile != "off" or cell.kernels != "plain" or cell.attention in _COMPILED_ATTENTION,
+        lambda cell: cell.compile != "off" or cell.kernels != "plain" or cell.attention in COMPILED_ATTENTION,
         "goes with what is compiled: --compile on or blocks, --kernels loss or fused, --attention "
-        f"{' or '.join(_COMPILED_ATTENTION)}",
+        f"{' or '.join(COMPILED_ATTENTION)}",
     ),
 }
 

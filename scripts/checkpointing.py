@@ -62,7 +62,7 @@ def main() -> None:
             check_ignored(arguments, {"layers"}, "goes with --part nested")
     from cs336_systems.benchmarking.checkpointing import run_checkpointing
     from cs336_systems.benchmarking.into_files import measure_into_files
-    from cs336_systems.profiling.nested_checkpointing import NestedRow, nested_cells, run_nested_sweep, write_nested
+    from cs336_systems.profiling.nested_tables import NestedRow, nested_cells, write_nested
 
     parts, layers = options.pop("part"), options.pop("layers")
     with refusing_bad_input():  # refused before the model's part is measured
@@ -70,6 +70,8 @@ def main() -> None:
     if "model" in parts:
         run_checkpointing(command_line(), **options)
     if "nested" in parts:
+        from cs336_systems.profiling.nested_checkpointing import run_nested_sweep
+
         measure_into_files(
             command_line(), "nested", NestedRow, lambda device: nested, run_nested_sweep, write_nested,
             device="cpu", out=options["out"], resume=options["resume"],

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.cli import command_line, parse
+from cs336_systems.cli import command_line, parse, refusing_bad_input
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
+    from cs336_systems.benchmarking.convergence_variants import check_convergence
+
+    with refusing_bad_input():
+        check_convergence(**{name: value for name, value in vars(arguments).items() if name != "resume"})
     from cs336_systems.benchmarking.convergence import run_convergence
 
     run_convergence(command_line(), **vars(arguments))

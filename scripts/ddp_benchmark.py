@@ -36,7 +36,7 @@ class Arguments(RankArguments):
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
     from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
-    from cs336_systems.profiling.overlap import profile_step
+    from cs336_systems.profiling.step_profilers import profile_step
 
     run_data_parallel_benchmark(command_line(), profile_step if options.pop("profile") else None, **options)
 

@@ -63,17 +63,21 @@ def main() -> None:
         with refusing_bad_input():
             others = options.keys() - {"snapshot", "out"}
             check_ignored(arguments, others, "is of what is recorded; --snapshot goes with --out only")
-    from cs336_systems.benchmarking.detailed_sweep import run_detailed_sweep
-    from cs336_systems.profiling import memory_profile
+    from cs336_systems.benchmarking.detailed_sweep import check_detailed_sweep, run_detailed_sweep
 
     snapshot, out = options.pop("snapshot"), options["out"]
+    options["steps"] = 1
+    if snapshot is None:
+        check_detailed_sweep(**options)
+    from cs336_systems.profiling import memory_profile
+
     if snapshot is not None:
         memory_profile.show_snapshot(snapshot, out)
         return
     run_detailed_sweep(
         command_line(), "memory", memory_profile.MemoryRow,
         ("memory_allocations", memory_profile.AllocationRow, "largest"),
-        partial(memory_profile.measure_memory, out=out), memory_profile.write_files, steps=1, **options,
+        partial(memory_profile.measure_memory, out=out), memory_profile.write_files, **options,
     )  # fmt: skip
 
 

@@ -43,7 +43,10 @@ class Arguments:
 
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
-    from cs336_systems.benchmarking.detailed_sweep import run_detailed_sweep
+    options |= {"mode": "forward-backward", "num_layers": 1, "steps": 1}
+    from cs336_systems.benchmarking.detailed_sweep import check_detailed_sweep, run_detailed_sweep
+
+    check_detailed_sweep(**options)
     from cs336_systems.profiling import saved_tensors
 
     run_detailed_sweep(
@@ -53,9 +56,6 @@ def main() -> None:
         ("saved_tensors_list", saved_tensors.SavedTensorRow, "tensors"),
         saved_tensors.measure_block,
         saved_tensors.write_files,
-        mode="forward-backward",
-        num_layers=1,
-        steps=1,
         whole_model=False,
         **options,
     )

@@ -26,7 +26,7 @@ class Arguments(RankArguments):
 def main() -> None:
     options = dict(vars(parse(Arguments, __doc__)))
     from cs336_systems.benchmarking.run_sharding import run_sharding_benchmark
-    from cs336_systems.profiling.gather_timing import profile_sharded_step
+    from cs336_systems.profiling.step_profilers import profile_sharded_step
 
     profile_step = profile_sharded_step if options.pop("profile") else None
     run_sharding_benchmark(command_line(), profile_step, name="sharded_optimizer", **options)

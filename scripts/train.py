@@ -12,6 +12,7 @@ had never stopped: on a CPU, with as many threads, the losses are the same bit f
 from __future__ import annotations
 
 from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.provenance import check_cpu_alone
 from cs336_systems.training.config import TrainArguments, TrainConfig
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     arguments = parse(TrainArguments, __doc__)
     with refusing_bad_input():
         config = TrainConfig(**vars(arguments))
+        check_cpu_alone(config.device)
     from cs336_systems.training.run import run_training
 
     run_training(command_line(), config)

@@ -131,8 +131,9 @@ def forked_processes() -> list[int]:
     return found
 
 
-def run_without_torch(name: str, *arguments: str) -> tuple[int, str]:
-    """A script's exit status and what it printed, started as a person does; it must import nothing that takes long."""
+def run_without_torch(name: str, *arguments: str, also: str = "") -> tuple[int, str]:
+    """A script's exit status and what it printed, started as a person does; it must import nothing that takes long.
+    `also` are more statements that its process runs at its end."""
     probe = f"""
 import runpy, sys
 sys.argv[1:] = {arguments!r}
@@ -141,10 +142,22 @@ try:
 finally:
     slow = {{"torch", "triton", "numpy", "pandas", "matplotlib"}} & set(sys.modules)
     assert not slow, f"imported {{slow}}"
+    {also}
 """
     shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert "AssertionError" not in shown.stderr, shown.stderr
     return shown.returncode, shown.stdout + shown.stderr
+
+
+def refused_without_torch(name: str, *arguments: str) -> str:
+    """What a script prints that refuses its arguments; nor may it leave a fork server, which would import torch yet."""
+    no_server = (
+        "from multiprocessing.forkserver import _forkserver; "
+        "assert _forkserver._forkserver_pid is None, 'a fork server was started'"
+    )
+    status, shown = run_without_torch(name, *arguments, also=no_server)
+    assert status == 2, shown
+    return shown
 
 
 def assert_help_needs_no_torch(name: str, *flags: str) -> None:

@@ -10,7 +10,8 @@ from cs336_systems.accounting.training_memory import training_memory
 from cs336_systems.benchmarking import checkpointing
 from cs336_systems.benchmarking.checkpointing import CheckpointRow
 from cs336_systems.configs import named_cell
-from cs336_systems.profiling.nested_checkpointing import measure_scheme, nested_cells, run_nested_sweep, write_nested
+from cs336_systems.profiling.nested_checkpointing import measure_scheme, run_nested_sweep
+from cs336_systems.profiling.nested_tables import nested_cells, write_nested
 from cs336_systems.records import ResultsFile, read_results
 from tests.example_rows import RUN
 

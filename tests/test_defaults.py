@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems import provenance
 from cs336_systems.benchmarking import (
     attention_benchmark,
     before_work,
@@ -98,13 +99,15 @@ def test_without_arguments_a_cpu_gets_less(
     monkeypatch.setattr(rank_sweep, "usable_cores", lambda: 4)
     monkeypatch.setattr(convergence, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if device == "cuda" else 0)
+    for place in (provenance, run_kernels):
+        monkeypatch.setattr(place, "may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     for place in (into_files, rank_sweep, convergence, run_mixed_precision):
         monkeypatch.setattr(place, "resolve_device", lambda *_, **__: (device, RUN, None))
     monkeypatch.setattr(convergence, "check_run", lambda config: (device, 1, None))
     monkeypatch.setattr(before_work, "run_isolated", lambda *_: Outcome("ok"))
     monkeypatch.setattr(rank_sweep, "start_fork_server", lambda *_: None)
-    monkeypatch.setattr(run_leaderboard_step, "why_kernels_not", lambda *_: None)
+    monkeypatch.setattr(run_leaderboard_step, "_why_not_fused", lambda *_: None)
     monkeypatch.setattr(run_leaderboard_step, "_card", lambda *_: (None, "flash-pytorch"))
     arguments = ["--part", "model"] if script == "checkpointing" else []
     run_script(script, *arguments, "--device", device, "--out", tmp_path)

@@ -208,13 +208,13 @@ def test_world_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for n_cores, fit in ((1, (2,)), (5, (2, 4)), (8, (2, 4, 6))):
         monkeypatch.setattr(rank_sweep, "usable_cores", lambda n_cores=n_cores: n_cores)
         assert world_sizes((), "cpu", (2, 4, 6)) == fit
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(rank_sweep, "count_gpus", lambda: 4)
     assert world_sizes((), "cuda", (2, 4, 6)) == (2, 4)
     with pytest.raises(ValueError, match=r"processes=6: must be at most 4, this machine's GPUs"):
         world_sizes((6,), "cuda", (2,))
     with pytest.raises(ValueError, match=r"processes=0: must be at least 1"):
         world_sizes((0,), "cpu", (2,))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(rank_sweep, "count_gpus", lambda: 1)
     with pytest.raises(ValueError, match=r"processes=\(\): 2, 4 are the default, and this machine has 1 GPU"):
         world_sizes((), "cuda", (2, 4))
     monkeypatch.setenv("RANK", "1")

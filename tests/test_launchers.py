@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cs336_systems.distributed.launcher import Placement, launcher
 from cs336_systems.distributed.lifeline import own_address
-from cs336_systems.distributed.process_group import Placement, RankContext, _gpu_index, launcher, run_ranks
+from cs336_systems.distributed.process_group import RankContext, _gpu_index, run_ranks
 from cs336_systems.distributed.spawn import start_context
 from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
 from tests.script_helpers import ScriptProcess, wait_until

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 
 from cs336_systems import feasibility
 from cs336_systems.accounting.flops import train_step_flops
+from cs336_systems.attention import model_attention
 from cs336_systems.benchmarking import run_leaderboard_step as run_module
 from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardRow, cell_label
@@ -124,7 +125,7 @@ def test_what_other_processes_hold_is_not_the_plans(monkeypatch, capsys, free_gi
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory.__getitem__)
     card = SimpleNamespace(total_memory=memory[0][1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(run_module, "why_not", lambda name, device: None)
+    monkeypatch.setattr(model_attention, "why_not", lambda name, device: None)
     monkeypatch.setattr(run_module, "run_isolated", lambda ask, n: Outcome("ok", value=ask(n)))
     assert run_module._card("cuda", n_cards) == (left_gib, "flash-hopper")
     told = f"Other processes hold {139.8 - left_gib:.1f} of the card's 139.8 GiB" if left_gib < 139.8 else ""
@@ -182,7 +183,7 @@ def test_bad_input_is_refused(changed, message, tmp_path, capsys):
 
 
 def test_fused_kernels_need_triton(swept, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(run_module, "why_kernels_not", lambda name, device: "no Triton here")
+    monkeypatch.setattr(run_module, "_why_not_fused", lambda device: "no Triton here")
     with pytest.raises(SystemExit):
         run_for_8b(tmp_path, implementation=("fused",))
     for_a_look = f"For a look: {run_module.ON_A_CPU}"

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
-from cs336_systems.distributed.process_group import RankContext, launched_world_size, run_ranks
+from cs336_systems.distributed.launcher import launched_world_size
+from cs336_systems.distributed.process_group import RankContext, run_ranks
 from tests.distributed_helpers import batch, loss_of, make_model, part
 
 N_STEPS = 3

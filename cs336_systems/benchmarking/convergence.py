@@ -25,12 +25,12 @@ from cs336_systems.benchmarking.convergence_report import (
     run_folder,
     variants_table,
 )
+from cs336_systems.benchmarking.convergence_variants import DEFAULTS, ON_RANKS, VARIANTS, check_convergence
 from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.rank_sweep import outcome_of_ranks
 from cs336_systems.benchmarking.sweep import unmeasured
 from cs336_systems.cli import refusing_bad_input, tell
-from cs336_systems.configs import check, check_choice
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
@@ -44,29 +44,6 @@ from cs336_systems.training.loop import Summary, train_rank
 from cs336_systems.training.metrics import METRICS, read_metrics
 from cs336_systems.training.run import check_run, check_same_run, tell_if_near
 
-# What differs from the base run, which is fp32 with plain attention on one device.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "tf32": {"precision": "tf32"},
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "fp16-unscaled": {"precision": "fp16", "loss_scaling": False},
-    "fp32-flash": {"attention": "flash-triton"},
-    "bf16-flash": {"precision": "bf16", "attention": "flash-triton"},
-    "ddp": {"parallel": "ddp"},
-    "bucketed": {"parallel": "bucketed"},
-    "ddp-sharded-optimizer": {"parallel": "ddp", "sharded_optimizer": True},
-    "fsdp": {"parallel": "fsdp"},
-    "bf16-fsdp": {"precision": "bf16", "parallel": "fsdp"},
-}
-_DEFAULTS: dict[str, tuple[Any, Any]] = {
-    "variant": (
-        tuple(name for name in VARIANTS if name not in ("tf32", "bf16-fsdp")),
-        ("fp32", "bf16", "ddp"),
-    ),
-    "seed": ((0, 1, 2), (0,)),
-    "steps": (300, 30),
-}
 _LAST = 20  # steps over which the training loss at the end is averaged
 
 
@@ -97,27 +74,17 @@ def run_convergence(
 
     `at_once` runs share the machine; 0 stands for one on a CPU, and beside a GPU half the CPU's cores, 8 at most.
 
-    What is None of `_DEFAULTS` is all of it on a GPU, and a minute's work elsewhere. Bad input ends the program with
+    What is None of `DEFAULTS` is all of it on a GPU, and a minute's work elsewhere. Bad input ends the program with
     status 2 before anything is built. A variant that this machine cannot run is a row.
     """
     with refusing_bad_input():
-        for flag, values in (("variant", variant), ("seed", seed)):
-            if values is not None:
-                check(len(values) > 0, flag, "", "needs at least one value")
-                check(len(set(values)) == len(values), flag, " ".join(map(str, values)), "must name each once")
-        check(at_once >= 0, "at_once", at_once, "must be 0 or more")
-        check(processes is None or processes >= 1, "processes", processes, "must be at least 1")
-        for name in variant or ():
-            check_choice("variant", name, VARIANTS)
-        on_ranks = [name for name, changes in VARIANTS.items() if "parallel" in changes]
-        is_read = processes is None or variant is None or not {*variant}.isdisjoint(on_ranks)
-        check(is_read, "processes", processes, f"goes with --variant {' or '.join(on_ranks)}")
+        check_convergence(
+            variant=variant, seed=seed, processes=processes, at_once=at_once, device=device, out=out, **base
+        )
         processes = processes or 2
-        for value in seed or ():
-            check(0 <= value < 2**63, "seed", value, "must be 0 or more, and less than 2**63")
         check_writable(out)
         device, provenance, look = resolve_device(device, command)
-        base = fill_in({**base, "variant": variant, "seed": seed}, _DEFAULTS, device)
+        base = fill_in({**base, "variant": variant, "seed": seed}, DEFAULTS, device)
         variants, seeds = base.pop("variant"), base.pop("seed")
         base_config = TrainConfig(**base, device=device, out=out)
         base_config = dataclasses.replace(base_config, warmup_steps=base_config.rising_steps)
@@ -127,7 +94,7 @@ def run_convergence(
             if row.variant in VARIANTS and row.status != "unsupported":
                 check_same_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True), tokens)
 
-    tell_if_crowded(device, [processes for name in variants if name in on_ranks])
+    tell_if_crowded(device, [processes for name in variants if name in ON_RANKS])
 
     def sweep() -> None:
         runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)

@@ -7,12 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.before_work import check_models, does_not_fit
-from cs336_systems.benchmarking.into_files import measure_into_files
+from cs336_systems.benchmarking.into_files import check_without_torch, measure_into_files
 from cs336_systems.benchmarking.model_benchmark import cell_label
 from cs336_systems.benchmarking.sweep import run_sweep
+from cs336_systems.cli import refusing_bad_input
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.records import DetailRows, ResultsFile
 from cs336_systems.sweep_cells import named_cells
+
+
+def check_detailed_sweep(
+    *, size: tuple[str, ...] | None, device: str, out: Path, resume: bool, **parameters: Any
+) -> None:
+    """Ends the program with status 2 for what `run_detailed_sweep` would refuse of these, as far as that can be told
+    without torch: called before what measures, which imports it, is imported."""
+    with refusing_bad_input():
+        check_without_torch(lambda device: _cells(size, device, parameters), device)
+
+
+def _cells(size: tuple[str, ...] | None, device: str, parameters: dict[str, Any]) -> list[Any]:
+    return named_cells(fill_in({"size": size}, SIZES, device)["size"], device=device, **parameters)
 
 
 def run_detailed_sweep(
@@ -49,7 +63,7 @@ def run_detailed_sweep(
         command,
         name,
         row_type,
-        lambda device: named_cells(fill_in({"size": size}, SIZES, device)["size"], device=device, **parameters),
+        lambda device: _cells(size, device, parameters),
         sweep,
         lambda results: write_files(results, detail_rows[0].file),
         device=device,

@@ -17,7 +17,14 @@ from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.cpu_load import with_cpu_load
 from cs336_systems.files import NotWritten, check_writable
-from cs336_systems.provenance import Provenance, best_device, collect_provenance, devices_here
+from cs336_systems.provenance import (
+    Provenance,
+    best_device,
+    check_cpu_alone,
+    collect_provenance,
+    devices_here,
+    may_have_gpu,
+)
 from cs336_systems.records import ResultsFile
 from cs336_systems.resuming import to_go_on
 from cs336_systems.signals import STOPPED, answer, leave_unwinding_untold, stopped_by
@@ -52,7 +59,7 @@ def measure_into_files(
     busy CPU.
     """
     with refusing_bad_input():
-        make_cells("cuda" if device == "auto" else device)
+        check_without_torch(make_cells, device)
         check_writable(out)
         device, provenance, look = resolve_device(device, command, is_timed=is_timed)
         cells = without_missing(make_cells(device))
@@ -156,6 +163,18 @@ def _explaining(error_type: type[OSError], results: ResultsFile, told: list[str]
             told.append(line)
             tell(line)
         raise SystemExit(1) from None
+
+
+def check_without_torch(make_cells: Callable[[str], object], device: str) -> None:
+    """Refuses what can be told before torch is imported, which takes seconds: cells that can never be, and, where there
+    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one.
+
+    Raises ValueError, also as `make_cells(device)` does.
+    """
+    make_cells("cuda" if device == "auto" else device)
+    check_cpu_alone(device)
+    if not may_have_gpu():
+        make_cells("cpu")
 
 
 def resolve_device(

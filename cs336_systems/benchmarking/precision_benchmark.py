@@ -10,9 +10,7 @@ import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.accounting.memory import autocast_weight_bytes, saved_activation_bytes
 from cs336_systems.accounting.training_memory import training_memory
@@ -20,8 +18,11 @@ from cs336_systems.benchmarking.model_benchmark import BenchmarkRow, measure_cel
 from cs336_systems.configs import BenchmarkCell
 from cs336_systems.reasons import measured_first
 from cs336_systems.records import format_value
-from cs336_systems.weight_copies import WeightCopies
-from cs336_systems.workload import Workload
+
+if TYPE_CHECKING:
+    import torch
+
+    from cs336_systems.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class PrecisionRow(BenchmarkRow):
 
 def measure_precision_cell(cell: BenchmarkCell) -> dict[str, Any]:
     """The benchmark's results for the cell, and its memory by kind. Meant for a fresh process."""
+    from cs336_systems.workload import Workload
+
     results = measure_cell(cell)
     results["samples_per_s"] = cell.batch_size / results["step_median_ms"] * 1e3
     if cell.compile != "off":
@@ -74,6 +77,10 @@ def measure_kept(workload: Workload) -> dict[str, int]:
         "weight_copies" and "weight_cache", and if the step has a backward pass "activations" and, on a GPU,
         "requested" and "allocated"; see `PrecisionRow`.
     """
+    import torch
+
+    from cs336_systems.weight_copies import WeightCopies
+
     workload.step(_silent)  # a GPU's libraries make their workspaces in a first step, and keep them
     workload.loss = None
     workload.model.zero_grad(set_to_none=True)

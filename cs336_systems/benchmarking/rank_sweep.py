@@ -18,22 +18,21 @@ from cs336_systems.benchmarking.sweep import make_row, unmeasured
 from cs336_systems.configs import check, named_shape
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
+from cs336_systems.distributed.launcher import launched_rank, launched_world_size
 from cs336_systems.distributed.process_group import (
     DEFAULT_TIMEOUT_S,
     NEEDS_NCCL,
     GroupOptions,
     RankContext,
     from_rank_0,
-    launched_rank,
-    launched_world_size,
-    launcher,
     run_ranks,
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server
 from cs336_systems.files import NotWritten, check_writable
 from cs336_systems.progress import progress
-from cs336_systems.provenance import Provenance, collect_provenance
+from cs336_systems.provenance import Provenance, collect_provenance, count_gpus
 from cs336_systems.records import ResultsFile
+from cs336_systems.sweep_cells import COMPILED_ATTENTION
 
 _MODEL: dict[str, tuple[Any, Any]] = {"size": ("xl", "tiny"), "ctx": (512, 64)}
 
@@ -115,12 +114,12 @@ def resolve_ranks_device(device: str) -> str:
     Raises:
         ValueError: "cuda" on a machine without a GPU.
     """
-    import torch
-
-    n_gpus = torch.cuda.device_count()
+    if device == "cpu":
+        return device
+    n_gpus = count_gpus()
     if device == "cuda" and n_gpus == 0:
         raise ValueError(f"device={device!r}: is not on this machine; it has cpu")
-    return ("cuda" if n_gpus else "cpu") if device == "auto" else device
+    return "cuda" if n_gpus else "cpu"
 
 
 def model_on_ranks(
@@ -133,26 +132,29 @@ def model_on_ranks(
 ) -> dict[str, Any]:
     """The fields that all cells of a model on ranks share: its size and shape, context, the attention, and the device.
 
-    Size and context that are None are those of `defaults` (`fill_in`): a node's work on GPUs, and seconds' on a CPU. It
-    also has the fork server, from which the ranks come, begin to import what they need.
+    Size and context that are None are those of `defaults` (`fill_in`): a node's work on GPUs, and seconds' on a CPU.
 
     Raises:
-        ValueError: no such size or device, an attention that does not run on the device, or one of `several` without
-            a value.
+        ValueError: no such size or device, or one of `several` without a value.
     """
-    if launcher() is None:
-        start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
     if size is not None:
         named_shape(size)  # refused before torch is imported
     for flag, values in several.items():
         check(values != (), flag, "", "needs at least one value")
     device = resolve_ranks_device(device)
+    chosen = fill_in({"size": size, "ctx": ctx}, defaults, device)
+    return {**named_shape(chosen["size"]), "ctx": chosen["ctx"], "attention": attention, "device": device}
+
+
+def check_attention(attention: str, device: str) -> None:
+    """Raises ValueError for an attention that does not run on the device; imports torch, but for one that runs on
+    all."""
+    if attention not in COMPILED_ATTENTION:
+        return
     from cs336_systems.attention.model_attention import why_not
 
     missing = why_not(attention, device)
     check(missing is None, "attention", attention, str(missing))
-    chosen = fill_in({"size": size, "ctx": ctx}, defaults, device)
-    return {**named_shape(chosen["size"]), "ctx": chosen["ctx"], "attention": attention, "device": device}
 
 
 def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[str]) -> list[dict[str, Any]]:
@@ -217,6 +219,11 @@ def open_results(
 def _run_here(command: str, device: str) -> tuple[Provenance, Look | None]:
     if launched_rank() is not None:
         return collect_provenance(command, device), None  # others' load is not looked at: the other ranks are at work
+    # Not before all has been checked that can be without torch: the server imports for seconds, even when this process
+    # has ended.
+    start_fork_server("torch._dynamo", "cs336_systems.workload")  # every optimizer imports torch._dynamo
+    import torch  # noqa: F401  which the ranks' store needs here: while the server imports it, too
+
     # A process that starts ranks must leave the cards to them: it asks another one. Ranks on a CPU share all its cores.
     return resolve_device(device, command, n_threads=usable_cores())[1:]
 
@@ -228,10 +235,8 @@ def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -
     Raises:
         ValueError: one that was asked for is larger than the number of GPUs, or is not the launcher's.
     """
-    import torch
-
     launched = launched_world_size()
-    n_gpus = torch.cuda.device_count()
+    n_gpus = count_gpus() if device == "cuda" else 0
     fits = [n for n in default if n <= (max(2, usable_cores()) if device == "cpu" else n_gpus)]
     chosen = tuple(processes) or ((launched,) if launched else tuple(fits))
     for world_size in chosen:

@@ -36,6 +36,7 @@ from cs336_systems.benchmarking.rank_files import (
 )
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
+    check_attention,
     model_on_ranks,
     nccl_settings,
     open_results,
@@ -105,6 +106,7 @@ def run_data_parallel_benchmark(
             bucket_size_mb=BUCKET_SIZES_MB[device] if bucket_size_mb is None else bucket_size_mb,
             nccl=nccl,
         )
+        check_attention(attention, device)
         check_memory(possible(cells))
         results = open_results(out, "ddp", DataParallelRow, command, device, resume)
         check_same_workload(results, possible(cells), (*VARIED, "bucket_size_mb", "comm_dtype"))

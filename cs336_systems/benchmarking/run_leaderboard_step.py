@@ -8,15 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cs336_systems.accounting.memory_plan import MemoryPlan, plan_memory, predict_memory
 from cs336_systems.accounting.report import markdown_table
-from cs336_systems.attention.model_attention import why_not
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.benchmarking.leaderboard_cells import LeaderboardCell, LeaderboardRow, cell_label
-from cs336_systems.benchmarking.leaderboard_step import measure_leaderboard_step
 from cs336_systems.benchmarking.rank_files import (
     check_same_workload,
     check_timeout,
@@ -33,11 +29,11 @@ from cs336_systems.benchmarking.rank_sweep import (
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
-from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, launched_rank, launcher
+from cs336_systems.distributed.launcher import launched_rank, launcher
+from cs336_systems.distributed.process_group import DEFAULT_TIMEOUT_S, RankContext
 from cs336_systems.feasibility import check_memory, tell_if_crowded
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import Impossible, possible
-from cs336_systems.workload import why_kernels_not
 
 # Of a card, by default: the rest is for the CUDA context, NCCL's buffers and the allocator's rounding.
 USED_SHARE = 0.95
@@ -122,7 +118,8 @@ def run_leaderboard_step(
             replace(base, implementation=name, kept_blocks=n)
             for name, n in product(implementation, kept_blocks or (0,))
         ]
-        if missing := why_kernels_not("fused", device):
+        missing = _why_not_fused(device) if "fused" in implementation else None
+        if missing:
             runs = f"On {device} this runs: torch" if device != "cpu" else f"For a look: {ON_A_CPU}"
             missing = f"implementation='fused': {missing}. {runs}"
             if all(cell.implementation == "fused" for cell in asked):
@@ -160,12 +157,23 @@ def run_leaderboard_step(
 
     ranks_into_files(
         results,
-        lambda: run_rank_sweep(
-            cells, measure_leaderboard_step, results, cell_label, timeout_s=timeout_s, known=does_not_fit
-        ),
+        lambda: run_rank_sweep(cells, _measure, results, cell_label, timeout_s=timeout_s, known=does_not_fit),
         write_files,
     )
     return results.rows if results is not None else []
+
+
+def _measure(context: RankContext, cell: LeaderboardCell) -> dict[str, Any]:
+    """On a rank, which has torch; here its import would keep a refusal waiting."""
+    from cs336_systems.benchmarking.leaderboard_step import measure_leaderboard_step
+
+    return measure_leaderboard_step(context, cell)
+
+
+def _why_not_fused(device: str) -> str | None:
+    from cs336_systems.workload import why_kernels_not
+
+    return why_kernels_not("fused", device)
 
 
 def _plans(cell: LeaderboardCell, memory_gib: float | None, kept_blocks: tuple[int, ...]) -> list[MemoryPlan]:
@@ -208,6 +216,10 @@ def _card(device: str, n_cards: int) -> tuple[float | None, str]:
 def _ask_card(n_cards: int) -> tuple[float, float, str]:
     """GiB of a card, those that other processes leave of the fullest of the first `n_cards` (on which this one is then,
     too), and the fastest attention."""
+    import torch
+
+    from cs336_systems.attention.model_attention import why_not
+
     total = torch.cuda.get_device_properties(0).total_memory
     free = [torch.cuda.mem_get_info(index)[0] + _ASKING_BYTES for index in range(n_cards)]
     attention = next(name for name in ("flash-hopper", "flash-triton") if why_not(name, "cuda") is None)

@@ -7,22 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.before_work import check_models, without_missing
-from cs336_systems.benchmarking.into_files import check_any_measured, resolve_device, sweep_into_files
+from cs336_systems.benchmarking.into_files import (
+    check_any_measured,
+    check_without_torch,
+    resolve_device,
+    sweep_into_files,
+)
 from cs336_systems.benchmarking.isolation import run_isolated
-from cs336_systems.benchmarking.layer_norm_precision import (
-    LAYER_NORM_COLUMNS,
-    LayerNormRow,
-    layer_norm_note,
-    layer_norm_parts,
-)
-from cs336_systems.benchmarking.mixed_precision import (
-    ACCUMULATION_COLUMNS,
-    DTYPE_COLUMNS,
-    AccumulationRow,
-    DtypeRow,
-    accumulations,
-    autocast_dtypes,
-)
 from cs336_systems.benchmarking.model_benchmark import cell_label, table_columns, table_note
 from cs336_systems.benchmarking.plots import plot_phases
 from cs336_systems.benchmarking.precision_benchmark import (
@@ -64,7 +55,7 @@ def run_mixed_precision(
     with refusing_bad_input():
         for flag, values in {"part": part, **parameters}.items():
             check(values != (), flag, "", "needs at least one value")
-        _cells("cuda" if device == "auto" else device, parameters)
+        check_without_torch(lambda device: _cells(device, parameters), device)
         check_writable(out)
         device, provenance, look = resolve_device(device, command, is_timed="benchmark" in part)
         cells = _cells(device, parameters)
@@ -74,6 +65,33 @@ def run_mixed_precision(
         results = None
         if "benchmark" in part:
             results = ResultsFile(out, "benchmark", PrecisionRow, provenance, resume, look)
+    _write_parts(part, device, out, provenance)
+    if results is not None:
+        _benchmark(cells, results, out)
+
+
+def _cells(device: str, parameters: Mapping[str, Any]) -> list[Any]:
+    filled = fill_in(parameters, _DEFAULTS, device)
+    return named_cells(filled.pop("size"), device=device, **filled)
+
+
+def _write_parts(part: tuple[str, ...], device: str, out: Path, provenance: Provenance) -> None:
+    """All but the benchmark. They compute in this process, which imports torch only now, when nothing is refused."""
+    from cs336_systems.benchmarking.layer_norm_precision import (
+        LAYER_NORM_COLUMNS,
+        LayerNormRow,
+        layer_norm_note,
+        layer_norm_parts,
+    )
+    from cs336_systems.benchmarking.mixed_precision import (
+        ACCUMULATION_COLUMNS,
+        DTYPE_COLUMNS,
+        AccumulationRow,
+        DtypeRow,
+        accumulations,
+        autocast_dtypes,
+    )
+
     if "accumulation" in part:
         _write(out, "accumulation", AccumulationRow, accumulations(), ACCUMULATION_COLUMNS, "", provenance)
     if "dtypes" in part:
@@ -82,13 +100,6 @@ def run_mixed_precision(
     if "layer-norm" in part:
         rows = layer_norm_parts()
         _write(out, "layer_norm", LayerNormRow, rows, LAYER_NORM_COLUMNS, layer_norm_note(rows), provenance)
-    if results is not None:
-        _benchmark(cells, results, out)
-
-
-def _cells(device: str, parameters: Mapping[str, Any]) -> list[Any]:
-    filled = fill_in(parameters, _DEFAULTS, device)
-    return named_cells(filled.pop("size"), device=device, **filled)
 
 
 def _write(

@@ -20,6 +20,7 @@ from cs336_systems.benchmarking.rank_files import (
 )
 from cs336_systems.benchmarking.rank_sweep import (
     batch_sizes,
+    check_attention,
     model_on_ranks,
     nccl_settings,
     open_results,
@@ -102,6 +103,7 @@ def run_sharding_benchmark(
             if scheme != "none" or (n == min(ranks) and setting == nccl[0])
         ]
         cells = cells_of(ShardingCell, ({**asdict(base), **values} for values in varied))
+        check_attention(attention, device)
         check_memory(possible(cells))
         results = open_results(out, name, ShardingRow, command, device, resume)
         check_same_workload(results, possible(cells))

@@ -12,11 +12,13 @@ import socket
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from cs336_systems.cli import tell
 from cs336_systems.distributed.last_words import end_at_once
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _GOODBYE = b"goodbye"
 _JOIN_S = 10.0

@@ -1,7 +1,8 @@
 """One way into torch.distributed for every distributed script and test.
 
 `run_ranks(function, ..., world_size=4)` runs `function(context, ...)` on every rank: on this process's own rank when
-torchrun or srun started it, and otherwise on ranks that it spawns on this machine.
+torchrun or srun started it, and otherwise on ranks that it spawns on this machine. Torch, which takes seconds to
+import, is imported where it is first called, so that options can be refused at once.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
-
-import torch
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from cs336_systems.cli import tell
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.distributed import slurm
 from cs336_systems.distributed.last_words import end_at_once
-from cs336_systems.distributed.launcher import launcher
+from cs336_systems.distributed.launcher import Placement, launched_placement, launcher
 from cs336_systems.distributed.lifeline import lifeline, own_address
 from cs336_systems.distributed.spawn import spawn_processes
 from cs336_systems.signals import stopped_by
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 Result = TypeVar("Result")
 
@@ -76,16 +77,6 @@ class GroupOptions:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where a rank stands, e.g. rank 5 of 8, the second (1) of the four ranks on its node."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
-@dataclass(frozen=True)
 class RankContext:
     """What a rank's function is given: its placement and its device (already current)."""
 
@@ -98,6 +89,8 @@ class RankContext:
 
 def default_device_type() -> str:
     """ "cuda" where there is a GPU, else "cpu"."""
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -108,7 +101,7 @@ def from_rank_0(value: Result | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> R
     """
     if launcher() is None:
         return cast(Result, value)
-    placement = _placement_from_environment()
+    placement = launched_placement()
     key = f"word {next(_words_so_far)}"
     store, _ = _launched_store(placement, timeout_s)
     if placement.rank == 0:
@@ -118,6 +111,8 @@ def from_rank_0(value: Result | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> R
 
 def check_gpus(device_type: str, local_world_size: int) -> None:
     """Raise ValueError if this node has fewer GPUs than ranks: NCCL would hang or fail with an obscure error."""
+    import torch
+
     if device_type == "cuda" and local_world_size > torch.cuda.device_count():
         raise ValueError(
             f"world_size={local_world_size}: must be at most the number of GPUs, one a rank; this node has "
@@ -125,29 +120,9 @@ def check_gpus(device_type: str, local_world_size: int) -> None:
         )
 
 
-def launched_world_size() -> int | None:
-    """The number of ranks that torchrun or srun started, of which this process is one; None if nobody did."""
-    return _placement_from_environment().world_size if launcher() is not None else None
-
-
-def launched_rank() -> int | None:
-    """This process's rank if torchrun or srun started it as one of several; else None."""
-    return _placement_from_environment().rank if launcher() is not None else None
-
-
-def _placement_from_environment() -> Placement:
-    if launcher() == "slurm":
-        return Placement(*slurm.placement(os.environ))
-    world_size = int(os.environ["WORLD_SIZE"])
-    return Placement(
-        rank=int(os.environ["RANK"]),
-        world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-    )
-
-
 def _nccl_options(options: GroupOptions) -> Any:
+    import torch.distributed as dist
+
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options.is_high_priority_stream = options.high_priority
     nccl_options._timeout = timedelta(seconds=options.timeout_s)  # or init_process_group warns that its own wins
@@ -158,6 +133,8 @@ def _nccl_options(options: GroupOptions) -> Any:
 
 def _has_gpu_of_its_own() -> bool:
     """Whether Slurm (--gpus-per-task=1) shows each task one GPU only; NCCL refuses if two tasks share one."""
+    import torch
+
     return launcher() == "slurm" and torch.cuda.device_count() == 1
 
 
@@ -174,6 +151,9 @@ def process_group(options: GroupOptions, placement: Placement, store: dist.Store
     Raises:
         ValueError: the node has fewer GPUs than ranks.
     """
+    import torch
+    import torch.distributed as dist
+
     if not _has_gpu_of_its_own():
         check_gpus(options.device_type, placement.local_world_size)
     device, keywords = torch.device("cpu"), {}
@@ -228,6 +208,8 @@ def spawn_ranks(
     function: Callable[..., Result], *args: Any, world_size: int, options: GroupOptions | None = None
 ) -> list[Result]:
     """`run_ranks` that always spawns its ranks on this machine, whoever started this process."""
+    import torch.distributed as dist
+
     options = options or GroupOptions()
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: must be at least 1")
@@ -240,6 +222,9 @@ def spawn_ranks(
 
 
 def _spawned_rank(rank: int, port: int, world_size: int, options: GroupOptions, function: Callable, args: tuple) -> Any:
+    import torch
+    import torch.distributed as dist
+
     if options.device_type == "cpu":
         torch.set_num_threads(max(1, usable_cores() // world_size))
     timeout = timedelta(seconds=options.timeout_s)
@@ -249,7 +234,9 @@ def _spawned_rank(rank: int, port: int, world_size: int, options: GroupOptions, 
 
 
 def _run_this_rank(function: Callable, args: tuple, world_size: int, options: GroupOptions) -> list | None:
-    placement = _placement_from_environment()
+    import torch.distributed as dist
+
+    placement = launched_placement()
     if world_size != placement.world_size:
         raise ValueError(
             f"world_size={world_size}: must be {placement.world_size}, as many ranks as {launcher()} started"
@@ -274,6 +261,8 @@ def _launched_store(placement: Placement, timeout_s: float) -> tuple[dist.Store,
     """The launched ranks' common store, and the name under which other nodes reach this one; once a process."""
     if launcher() == "slurm" and "MASTER_PORT" not in os.environ:
         return slurm.rendezvous(os.environ, placement.rank, timeout_s), slurm.own_host(os.environ)
+    from torch.distributed.rendezvous import rendezvous
+
     timeout = timedelta(seconds=timeout_s)
     store, _, _ = next(rendezvous("env://", placement.rank, placement.world_size, timeout=timeout))
     return store, own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -11,7 +11,8 @@ import torch
 from cs336_systems.attention.model_attention import why_not
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
-from cs336_systems.distributed.process_group import GroupOptions, launched_rank, launched_world_size, run_ranks
+from cs336_systems.distributed.launcher import launched_rank, launched_world_size
+from cs336_systems.distributed.process_group import GroupOptions, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.feasibility import (
     GIB,
