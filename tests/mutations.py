@@ -1,18 +1,24 @@
 """Breaks the code in one place at a time, in a copy, and sees that a test fails: `uv run python tests/mutations.py`.
 
-It takes about a minute a mutation on two cores. What it found last stands in docs/testing.md, as it prints it.
+It takes about a minute a mutation on two cores. What it found last stands in docs/testing.md, as it prints it. Words
+after it are files, or parts of their names: only their mutations are tried. Ctrl-C says what is left of them.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cs336_systems.signals import STOPPED, stopped_by
 
 ROOT = Path(__file__).resolve().parents[1]
 # Longer than any test of these files; a mutation that makes ranks wait for each other ends by it.
@@ -108,11 +114,11 @@ def run(mutation: Mutation, copy: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if text.count(mutation.old) != 1:
         raise ValueError(f"{mutation.file}: {mutation.old!r} stands there {text.count(mutation.old)} times, not once")
-    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
     tests = [f"tests/{name}" for name in mutation.tests.split()]
     flags = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", f"--timeout={_TEST_TIMEOUT_S}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (copy, copy / "cs336-basics")))}
     try:
+        path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", *flags, *tests], cwd=copy, env=environment, capture_output=True, text=True
         )
@@ -126,19 +132,44 @@ def run(mutation: Mutation, copy: Path) -> str:
     return failed[1] if failed else ""
 
 
+def to_go_on(left: Sequence[Mutation]) -> str:
+    """The command that tries what is left, by its files: of the first, mutations that were tried may be tried again."""
+    files = dict.fromkeys(mutation.file for mutation in left)
+    return f"To go on: uv run python tests/mutations.py {shlex.join(files)}"
+
+
 def main() -> None:
+    # As Ctrl-C: the copy is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = sys.argv[1:]
+    for name in names:
+        if not any(name in mutation.file for mutation in MUTATIONS):
+            print(f"error: {name}: there is no mutation of such a file", file=sys.stderr)
+            sys.exit(2)
     chosen = [m for m in MUTATIONS if not names or any(name in m.file for name in names)]
-    survived = 0
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "results", "__pycache__"))
-        print("| broken | in | caught by |\n|---|---|---|", flush=True)
-        for mutation in chosen:
-            failed = run(mutation, copy)
-            survived += not failed
-            caught = f"`{failed.removeprefix('tests/')}`" if failed else "**nothing**"
-            print(f"| {mutation.what} | `{Path(mutation.file).name}` | {caught} |", flush=True)
+    tried = survived = 0
+    try:
+        # What the tests of an interrupted mutation have started may still be writing there.
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            copy = Path(directory) / "copy"
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "out", "results", "__pycache__"))
+            print("| broken | in | caught by |\n|---|---|---|", flush=True)
+            for mutation in chosen:
+                failed = run(mutation, copy)
+                survived += not failed
+                caught = f"`{failed.removeprefix('tests/')}`" if failed else "**nothing**"
+                print(f"| {mutation.what} | `{Path(mutation.file).name}` | {caught} |", flush=True)
+                tried += 1
+    except (KeyboardInterrupt, SystemExit) as error:
+        number = stopped_by(error)
+        if number is None:
+            raise
+        print(
+            f"\n{STOPPED[number]}: {tried} of {len(chosen)} mutations tried, {survived} of them not seen by a test; "
+            f"only a copy was mutated, and it is removed. {to_go_on(chosen[tried:])}",
+            file=sys.stderr,
+        )
+        sys.exit(128 + number)
     if survived:
         sys.exit(f"{survived} of {len(chosen)} mutations were not seen by a test")
 
