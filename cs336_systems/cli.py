@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -22,7 +23,7 @@ _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
     # First of all, so that Ctrl-C is a line as early as can be.
-    sys.excepthook = _in_a_line
+    sys.excepthook = partial(_in_a_line, "resume" in vars(arguments)["__dataclass_fields__"])
     import tyro
 
     from cs336_systems.help_text import explained, wide_enough, wrapped
@@ -89,11 +90,14 @@ def _exit_by_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _in_a_line(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Ctrl-C where nothing has been measured yet is a line, and so is an error with the attribute `in_a_line`, which
-    has it; any other error that nobody caught keeps its traceback."""
+def _in_a_line(is_resumable: bool, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """Ctrl-C that nobody caught is a line, with how to go on where the script can, and so is an error with the
+    attribute `in_a_line`, which has it; any other error keeps its traceback."""
     if issubclass(kind, KeyboardInterrupt):
-        tell("\nInterrupted.")
+        from cs336_systems.distributed.launcher import launched_rank
+        from cs336_systems.resuming import after_interruption
+
+        tell(f"\n{after_interruption(command_line()) if is_resumable and launched_rank() in (None, 0) else 'Interrupted.'}")
     elif line := getattr(error, "in_a_line", ""):
         tell(f"\nerror: {line}")
     else:

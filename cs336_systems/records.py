@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from cs336_systems.files import check_writable, lock_folder, write_atomically
 from cs336_systems.provenance import Provenance
 from cs336_systems.reasons import list_in_latex, list_in_markdown, measured_first, number_reasons
+from cs336_systems.resuming import run_begins
 from cs336_systems.signals import signals_waiting
 
 
@@ -99,6 +100,7 @@ class ResultsFile(Generic[Row]):
             else:
                 self._set_aside()
         self.runs.append(provenance)
+        run_begins()
 
     def append(self, row: Row) -> None:
         """Adds a row and puts the whole file on disk. Raises NotWritten if it can't; all then is as it was before."""

@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import shlex
+import threading
+
+_has_begun = threading.Event()
+
+
+def run_begins() -> None:
+    """From here on this process's run has files of its own, which `--resume` goes on from: an earlier run's have been
+    kept or set aside."""
+    _has_begun.set()
+
+
+def after_interruption(command: str) -> str:
+    """What is said after Ctrl-C: before the run has begun it is the command as it was typed that does what was asked;
+    with --resume another run's rows, which are still where that left them, would be gone on from."""
+    if _has_begun.is_set():
+        return f"Interrupted. {to_go_on(command)}"
+    how = to_go_on(command) if "--resume" in shlex.split(command) else f"To begin: {command}"
+    return f"Interrupted before anything was measured. {how}"
 
 
 def to_go_on(command: str, where: str = "") -> str:

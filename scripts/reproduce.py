@@ -35,24 +35,25 @@ def main() -> None:
     from cs336_systems.benchmarking.reproduce_steps import STEPS, step_named
     from cs336_systems.files import check_writable
 
-    with refusing_bad_input():
-        steps = tuple(map(step_named, arguments.only)) or STEPS
-        machine = machine_here() if arguments.machine == "auto" else arguments.machine
-        planned = plan(machine, arguments.results, steps)
-        if not arguments.dry_run:
-            check_writable(arguments.results)
-    show(plan_table(planned))
-    if arguments.dry_run:
-        return
     try:
-        failed = run_plan(planned, arguments.results, run_script)
+        with refusing_bad_input():
+            steps = tuple(map(step_named, arguments.only)) or STEPS
+            machine = machine_here() if arguments.machine == "auto" else arguments.machine
+            planned = plan(machine, arguments.results, steps)
+            if not arguments.dry_run:
+                check_writable(arguments.results)
+        show(plan_table(planned))
+        if arguments.dry_run:
+            return
+        try:
+            failed = run_plan(planned, arguments.results, run_script)
+        finally:
+            from cs336_systems.benchmarking.write_report import write_documents
+
+            tell(f"Report: {write_documents(arguments.results)}")
     except KeyboardInterrupt:
         tell("\nInterrupted; the same command goes on from here.")
         raise SystemExit(130) from None
-    finally:
-        from cs336_systems.benchmarking.write_report import write_documents
-
-        tell(f"Report: {write_documents(arguments.results)}")
     if failed:
         tell(f"Failed: {', '.join(failed)}. Their messages are above; the same command runs them again.")
         raise SystemExit(1)

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from cs336_systems import resuming
 from cs336_systems.cli import command_line, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +69,67 @@ def test_help_that_nobody_reads_is_no_error():
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("benchmark", "cs336_systems.benchmarking.into_files.run_isolated"),  # which looks at the device
+        ("flash_benchmark", "cs336_systems.benchmarking.into_files.run_isolated"),
+        ("convergence", "cs336_systems.benchmarking.into_files.run_isolated"),
+        ("ddp_benchmark", "cs336_systems.benchmarking.into_files.run_isolated"),
+        ("profile_nsys", "cs336_systems.profiling.run_nsys.find_nsys"),
+        ("train", "cs336_systems.training.run.check_run"),
+    ],
+)
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_an_interrupt_before_the_device_is_known_names_the_command(
+    name, place, resume, tmp_path, monkeypatch, run_script, capsys
+):
+    """As it was typed: with --resume a run that has not begun would go on from another's rows."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupted)
+    monkeypatch.setattr(resuming, "_has_begun", threading.Event())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(KeyboardInterrupt) as error:
+        run_script(name, "--out", tmp_path, *resume)
+    sys.excepthook(KeyboardInterrupt, error.value, None)
+    shown = capsys.readouterr().err.splitlines()[-1]
+    word = "To go on" if resume else "To begin"
+    typed = " ".join(["python", f"scripts/{name}.py", "--out", str(tmp_path), *resume])
+    assert shown == f"Interrupted before anything was measured. {word}: {typed}"
+
+
+def test_an_interrupt_once_rows_have_begun_goes_on_from_them(tmp_path, monkeypatch, run_script, capsys):
+    """Here while the tables of a run that has ended are written."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resuming, "_has_begun", threading.Event())
+    monkeypatch.setattr("cs336_systems.profiling.nested_tables.plot_schemes", interrupted)
+    with pytest.raises(KeyboardInterrupt) as error:
+        run_script("checkpointing", "--part", "nested", "--layers", 4, "--out", tmp_path)
+    sys.excepthook(KeyboardInterrupt, error.value, None)
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"Interrupted\. To go on: .*python scripts/checkpointing\.py .* --resume", shown)
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"), [("0", " torchrun --nproc-per-node 2 scripts/benchmark.py\n"), ("1", "\nInterrupted.\n")]
+)
+def test_of_a_launched_jobs_ranks_the_first_says_how_to_go_on(rank, told, monkeypatch, run_script, capsys):
+    monkeypatch.setattr(resuming, "_has_begun", threading.Event())
+    monkeypatch.setattr("cs336_systems.benchmarking.run_benchmark.run_benchmark", lambda *_, **__: None)
+    run_script("benchmark")
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert told in capsys.readouterr().err
 
 
 _FLAG = re.compile(r'^    (\w+): [^\n]*\n(?:[ ]{8}[^\n]*\n|    \)\n)*    """(.*?)"""', re.MULTILINE | re.DOTALL)

@@ -226,6 +226,15 @@ def test_a_machine_is_known_by_its_gpus(monkeypatch, capsys, gpus, machine):
     assert reproduce.machine_here() == "cpu"
 
 
+def test_an_interrupt_before_the_machine_is_known_says_how_to_go_on(tmp_path, monkeypatch, run_script):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reproduce, "machine_here", interrupted)
+    status, _, errors = run_script("reproduce", "--results", tmp_path)
+    assert (status, errors) == (130, "\nInterrupted; the same command goes on from here.\n")
+
+
 def test_a_dry_run_writes_nothing(tmp_path, run_script):
     status, shown, _ = run_script("reproduce", "--dry-run", "--machine", "gpus", "--results", tmp_path / "mine")
     assert status == 0

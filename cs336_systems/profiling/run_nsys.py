@@ -33,7 +33,7 @@ from cs336_systems.profiling.run_analysis import (
     rows_beside,
     run_analysis,
 )
-from cs336_systems.resuming import to_go_on
+from cs336_systems.resuming import run_begins, to_go_on
 from cs336_systems.sweep_cells import as_read, check_read
 
 
@@ -76,6 +76,7 @@ def run_nsys(
         for words in commands(cells, program, out, unprofiled):
             show(shlex.join(words))
         return
+    run_begins()
     try:
         if unprofiled:
             run(benchmark_command(cells, out / UNPROFILED, nvtx=False, resume=resume))

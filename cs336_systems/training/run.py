@@ -25,7 +25,7 @@ from cs336_systems.feasibility import (
 )
 from cs336_systems.files import check_writable, lock_folder
 from cs336_systems.provenance import best_device, collect_provenance, devices_here
-from cs336_systems.resuming import to_go_on
+from cs336_systems.resuming import run_begins, to_go_on
 from cs336_systems.signals import STOPPED, stopped_by
 from cs336_systems.training.checkpoints import Checkpoint, list_checkpoints, load_newest
 from cs336_systems.training.config import FREE_ON_RESUME, TrainConfig
@@ -54,6 +54,7 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         tell_if_near(config, device, world_size)
         tell_if_crowded(device, [world_size])
     arguments = (config, tokens, device, collect_provenance(command, device))
+    run_begins()
     try:
         if config.parallel == "none":
             summaries: list[Summary] | None = [train_rank(None, *arguments)]
