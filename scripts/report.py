@@ -27,8 +27,7 @@ def main() -> None:
     arguments = parse(Arguments, __doc__)
     from cs336_systems.benchmarking.write_report import write_report
 
-    write_report(arguments.results, arguments.out)
-    tell(f"Wrote {arguments.out}.")
+    tell(write_report(arguments.results, arguments.out))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.cli import parse
+from cs336_systems.cli import parse, tell
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ def main() -> None:
     arguments = parse(Arguments, __doc__)
     from cs336_systems.benchmarking.write_report import write_readme
 
-    write_readme(arguments.results, arguments.readme)
+    tell(write_readme(arguments.results, arguments.readme))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,19 @@ def test_what_cannot_be_is_refused_and_the_readme_stays(tmp_path, run_script):
     assert readme.read_text() == README
 
 
+def test_it_says_in_a_line_what_was_written(tmp_path, run_script):
+    """The README's tables, and the report, alike; a file that says it already is not written again."""
+    results = ROOT / "results"
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- begin kernel-benchmark -->\n<!-- end kernel-benchmark -->\n")
+    for name, flag, path in (("update_readme", "--readme", readme), ("report", "--out", tmp_path / "REPORT.md")):
+        words = (name, "--results", results, flag, path)
+        assert run_script(*words) == (0, "", f"Wrote {path} from {results}.\n")
+        written = path.stat().st_ino
+        assert run_script(*words) == (0, "", f"Nothing changed: {path} says what is in {results}.\n")
+        assert path.stat().st_ino == written
+
+
 def test_linked_files_and_scripts_exist():
     targets = re.findall(r"\]\(([^)#]+)\)|python (scripts/\w+\.py)", README)
     files = {link or script for link, script in targets if not (link or script).startswith("http")}

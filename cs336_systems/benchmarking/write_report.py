@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from cs336_systems.benchmarking.readme_tables import fill_blocks
@@ -13,22 +14,23 @@ from cs336_systems.files import NotWritten, check_writable, write_atomically
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def write_report(results: Path, out: Path) -> None:
-    """The report into the file `out`. Bad input ends the program with status 2, and what cannot be written with 1."""
+def write_report(results: Path, out: Path) -> str:
+    """The report into the file `out`; returns a line that says whether that changed it. Bad input ends the program with
+    status 2, and what cannot be written with 1."""
     with refusing_bad_input():
         check(not out.is_dir(), "out", str(out), "must be a file, and is a folder")
         text = report(results, out.parent)
         check_writable(out.parent)
-    _write(out, text)
+    return _write(out, text, results)
 
 
-def write_readme(results: Path, readme: Path) -> None:
-    """The tables into the blocks of the file `readme`; bad input and errors as `write_report`."""
+def write_readme(results: Path, readme: Path) -> str:
+    """The tables into the blocks of the file `readme`; returns a line, and ends, as `write_report`."""
     with refusing_bad_input():
         check(results.is_dir(), "results", str(results), "must be a folder")
         check(readme.is_file(), "readme", str(readme), "must be a file")
         text = fill_blocks(readme.read_text(encoding="utf-8"), results)
-    _write(readme, text)
+    return _write(readme, text, results)
 
 
 def write_documents(results: Path) -> Path:
@@ -42,9 +44,13 @@ def write_documents(results: Path) -> Path:
     return path
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, results: Path) -> str:
+    with suppress(OSError):
+        if path.read_bytes() == text.encode("utf-8", "backslashreplace"):
+            return f"Nothing changed: {path} says what is in {results}."
     try:
         write_atomically(path, text)
     except NotWritten as error:
         tell(f"error: cannot write {path}: {error.strerror}; what was there is as it was")
         raise SystemExit(1) from None
+    return f"Wrote {path} from {results}."
