@@ -97,7 +97,8 @@ def _in_a_line(is_resumable: bool, kind: type[BaseException], error: BaseExcepti
         from cs336_systems.distributed.launcher import launched_rank
         from cs336_systems.resuming import after_interruption
 
-        tell(f"\n{after_interruption(command_line()) if is_resumable and launched_rank() in (None, 0) else 'Interrupted.'}")
+        is_told_how = is_resumable and launched_rank() in (None, 0)
+        tell(f"\n{after_interruption(command_line()) if is_told_how else 'Interrupted.'}")
     elif line := getattr(error, "in_a_line", ""):
         tell(f"\nerror: {line}")
     else:

@@ -88,11 +88,15 @@ def test_what_the_schemes_cost_in_forward_passes():
     assert nested == [2.5, 3.5]  # 1 + (log2(L) + 1) / 2
 
 
-def test_a_nested_sweep_goes_on_where_it_was(tmp_path):
+def test_a_nested_sweep_goes_on_where_it_was(tmp_path, capsys):
     cells = nested_cells([2, 4])
     results = ResultsFile(tmp_path, "nested", type(measure_scheme("none", 2)), RUN)
     run_nested_sweep(cells[:2], results)
+    shown = capsys.readouterr().err
+    assert "none, 4 layers: 100%" in shown
+    assert "| 2/2 [" in shown
     run_nested_sweep(cells, results)
+    assert "| 2/6 [" in capsys.readouterr().err
     assert [(row.scheme, row.n_layers) for row in results.rows] == cells
     assert "log2 L + 1" in write_nested(results)
     assert read_results(tmp_path / "nested.json", results.row_type)[1] == results.rows

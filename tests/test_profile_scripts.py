@@ -66,6 +66,7 @@ def test_nsys_is_called_around_the_benchmark_and_its_report_answered(
     assert export.startswith("export --type=sqlite")
     shown = capsys.readouterr()
     assert "profile --trace=cuda,nvtx --sample=none" in shown.err  # printed, to be run by hand
+    assert "[1 of 1] small-ctx128-train-step-fp32\n" in shown.err
     assert "| small  |   128 | train-step | fp32        | waiting    |" in shown.out
     assert "0.75" in shown.out  # the share of products in forward
     (row,) = read_results(out / "steps.json", StepRow)[1]

@@ -1,20 +1,16 @@
 """A sweep: a row a cell whatever happens to the cell, resume, cold caches."""
 
-import io
 import os
 import signal
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
-from cs336_systems import progress
 from cs336_systems.benchmarking.isolation import Outcome
 from cs336_systems.benchmarking.sweep import run_sweep, told_apart
 from cs336_systems.records import ResultsFile, Unsupported, read_results
 from tests.example_rows import RUN
-from tests.script_helpers import wait_until
 
 
 @dataclass(frozen=True)
@@ -120,16 +116,3 @@ def test_a_cell_with_cold_caches_gets_empty_ones_of_its_own(tmp_path):
     assert rows[0].caches != rows[1].caches
     assert not os.path.exists(os.path.dirname(rows[0].caches))
     assert "cold-caches" not in (rows[2].caches or "")
-
-
-def test_a_terminals_clock_goes_on_within_a_cell(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress, "_TICK_S", 0.01)
-    with progress.progress(2) as bar:
-        bar.set_description("a long one")
-        shown = len(sys.stderr.getvalue())
-        wait_until(lambda: len(sys.stderr.getvalue()) > shown, "another look at the clock")

@@ -55,6 +55,7 @@ def test_each_variant_and_seed_is_trained_once(tmp_path, capsys, monkeypatch):
     assert losses["fp32", 0] != losses["fp32", 1]
     shown, errors = capsys.readouterr()
     assert errors.count("2 ranks share the one core that they may use here, and take turns") == 1
+    assert "| 24/24 [" in errors  # the one bar of all runs' steps
     assert "- tf32, seed 0; tf32, seed 1: unsupported. precision='tf32': is a mode of NVIDIA's tensor cores" in shown
     (run,) = read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[0]
     assert shown.endswith(f"\n\nMeasured: {run.summary()}\n")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cs336_systems.training.metrics import METRICS, MetricsFile, plot_metrics, read_metrics
+from cs336_systems.training.metrics import METRICS, MetricsFile, last_step, plot_metrics, read_metrics
 from tests.training_helpers import make_config, train
 
 
@@ -19,10 +19,12 @@ def test_metrics_survive_a_cut_last_line_and_drop_what_will_come_again(tmp_path)
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
     assert len(read_metrics(path)) == 4
+    assert last_step(path) == 3
     MetricsFile(path, after_step=2).close()
     assert [line.get("step") for line in read_metrics(path)] == [0, 1, 2]
     MetricsFile(path).close()
     assert read_metrics(path) == []
+    assert last_step(path) == 0
 
 
 @pytest.mark.parametrize("bad", [b'{"kind": "tr', b"\xff", b"", b"3", b'{"step": 1}'])

@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import signal
 import statistics
-import sys
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.feasibility import TooLittleMemory, tell_if_crowded
 from cs336_systems.files import check_writable
+from cs336_systems.progress import progress
 from cs336_systems.records import ResultsFile
 from cs336_systems.signals import signals_waiting
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
 from cs336_systems.training.loop import Summary, train_rank
-from cs336_systems.training.metrics import METRICS, read_metrics
+from cs336_systems.training.metrics import METRICS, last_step, read_metrics
 from cs336_systems.training.run import check_run, check_same_run, tell_if_near
 
 _LAST = 20  # steps over which the training loss at the end is averaged
@@ -98,7 +100,14 @@ def run_convergence(
 
     def sweep() -> None:
         runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)
-        with ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool:  # each thread waits for a run's processes
+        if any(_can_run(base_config, run, processes, out) for run in runs):
+            results.timing_begins()  # what that tells is told before there is a bar
+        follow = partial(_steps_done, results, base_config.steps, out, time.time())
+        n_steps = len(results.asked) * base_config.steps
+        with (
+            progress(n_steps, follow()[0], unit="step", follow=follow),
+            ThreadPoolExecutor(at_once or _runs_at_once(device)) as pool,  # each thread waits for a run's processes
+        ):
             futures: dict[Future, _Run] = {}
             try:
                 with signals_waiting():  # or one that has begun would not be known here, and nobody would end it
@@ -118,6 +127,22 @@ def run_convergence(
     sweep_into_files(results, sweep, _write_files)
     check_any_measured(results)
     return results.rows
+
+
+def _steps_done(results: ResultsFile, steps: int, out: Path, since_s: float) -> tuple[int, str]:
+    """The optimizer steps of all runs that are done, those of runs with a row being `steps` each, and which runs are at
+    work: those whose metrics are younger than `since_s`."""
+    left = results.cells_left()
+    done, at_work = (len(results.asked) - len(left)) * steps, []
+    for run in left:
+        path = run_folder(out, run.variant, run.seed) / METRICS
+        with suppress(OSError, ValueError):  # there is none yet, or it is being replaced
+            if path.stat().st_mtime >= since_s:
+                step = last_step(path)
+                done += step
+                at_work += [str(run)] * (step < steps)
+    more = f" and {len(at_work) - 1} more" if len(at_work) > 1 else ""
+    return done, f"{at_work[0]}{more}" if at_work else ""
 
 
 def _runs_at_once(device: str) -> int:
@@ -171,6 +196,14 @@ def _config(base: TrainConfig, variant: str, seed: int, processes: int, out: Pat
     return dataclasses.replace(base, **changes, seed=seed, out=run_folder(out, variant, seed), resume=resume)
 
 
+def _can_run(base: TrainConfig, run: _Run, processes: int, out: Path) -> bool:
+    try:
+        check_run(_config(base, run.variant, run.seed, processes, out, resume=False))
+    except ValueError:
+        return False
+    return True
+
+
 def _train(
     base: TrainConfig,
     run: _Run,
@@ -193,10 +226,9 @@ def _train(
         config = dataclasses.replace(config, resume=True)
         with refusing_bad_input():  # another run than the one that is there
             check_run(config)
-    print(run, file=sys.stderr)
     tell_if_near(config, config.device, world_size)
     results.timing_begins()
-    arguments = (config, tokens, config.device, results.runs[-1])
+    arguments = (config, tokens, config.device, results.runs[-1], False)
     if config.parallel == "none":
         outcome = run_isolated(train_rank, None, *arguments)
     else:

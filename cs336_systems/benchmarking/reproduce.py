@@ -20,6 +20,7 @@ from shutil import which
 from cs336_systems.benchmarking.reproduce_steps import STEPS, Step
 from cs336_systems.cli import tell
 from cs336_systems.files import write_atomically
+from cs336_systems.progress import duration
 from cs336_systems.provenance import has_nvidia_driver
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -94,20 +95,16 @@ def plan_table(planned: Sequence[Planned]) -> str:
     width = max(len(one.step.folder) for one in planned)
     lines = [f"{'step':{width}}  {'needs':18}  {'about':>9}", "-" * (width + 31)]
     for one in planned:
-        lines.append(f"{one.step.folder:{width}}  {one.step.needs:18}  {one.why_not or _duration(one.seconds):>9}")
+        lines.append(f"{one.step.folder:{width}}  {one.step.needs:18}  {one.why_not or duration(one.seconds):>9}")
         if not one.why_not:
             lines += [f"    python {shlex.join(words)}" for words in one.commands]
     left = [one for one in planned if not one.why_not]
     total = sum(one.seconds for one in left)
     lines.append(
-        f"{len(left)} of {len(planned)} steps to run, about {_duration(total)} in all: guesses for an H100 or a CPU of "
+        f"{len(left)} of {len(planned)} steps to run, about {duration(total)} in all: guesses for an H100 or a CPU of "
         "two cores, and what a step took here where it has run."
     )
     return "\n".join(lines)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def run_plan(planned: Sequence[Planned], results: Path, run: Callable[[list[str]], int]) -> list[str]:
@@ -120,9 +117,7 @@ def run_plan(planned: Sequence[Planned], results: Path, run: Callable[[list[str]
     to_run = [one for one in planned if not one.why_not]
     left = sum(one.seconds for one in to_run)
     for number, one in enumerate(to_run, start=1):
-        tell(
-            f"\n[{number} of {len(to_run)}] {one.step.folder}, about {_duration(one.seconds)} of {_duration(left)} left"
-        )
+        tell(f"\n[{number} of {len(to_run)}] {one.step.folder}, about {duration(one.seconds)} of {duration(left)} left")
         began, status = time.monotonic(), 0
         for words in one.commands:
             tell(f"python {shlex.join(words)}")

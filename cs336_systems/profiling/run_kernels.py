@@ -17,6 +17,7 @@ from cs336_systems.files import check_writable
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
+from cs336_systems.progress import progress
 from cs336_systems.provenance import may_have_gpu
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import check_read
@@ -74,7 +75,10 @@ def run_kernels(
     results.timing_begins()
     name = cell_name(cell)
     try:
-        recorded = profile_workload(Workload(cell))
+        with progress(1) as bar:
+            bar.set_description(name)
+            recorded = profile_workload(Workload(cell))
+            bar.update()
     except torch.OutOfMemoryError as error:
         print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(1) from None

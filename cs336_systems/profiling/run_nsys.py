@@ -33,6 +33,7 @@ from cs336_systems.profiling.run_analysis import (
     rows_beside,
     run_analysis,
 )
+from cs336_systems.progress import Countdown
 from cs336_systems.resuming import run_begins, to_go_on
 from cs336_systems.sweep_cells import as_read, check_read
 
@@ -80,9 +81,11 @@ def run_nsys(
     try:
         if unprofiled:
             run(benchmark_command(cells, out / UNPROFILED, nvtx=False, resume=resume))
+        countdown = Countdown(sum(not (resume and is_captured(_report(out, cell))) for cell in cells))
         for cell in cells:
             report = _report(out, cell)
             if not (resume and is_captured(report)):
+                countdown.next(cell_name(cell))
                 report.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     capture(program, report, benchmark_command([as_read(cell)], report.parent, nvtx=True))

@@ -45,12 +45,20 @@ class Summary:
     checkpoint: str | None
 
 
-def train_rank(context: Any, config: TrainConfig, tokens: TokenFile, device: str, provenance: Provenance) -> Summary:
+def train_rank(
+    context: Any,
+    config: TrainConfig,
+    tokens: TokenFile,
+    device: str,
+    provenance: Provenance,
+    has_bar: bool = True,
+) -> Summary:
     """Trains on one rank, to the end or until something stops it. Rank 0 alone writes and shows.
 
     Args:
         context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C, or SIGINT of whoever
             started this process, by finishing its step and saving it. Ranks leave Ctrl-C to whoever started them.
+        has_bar: rank 0 shows its steps by a progress bar.
 
     Raises:
         ValueError: the run resumes, and all its checkpoints are bad.
@@ -66,11 +74,11 @@ def train_rank(context: Any, config: TrainConfig, tokens: TokenFile, device: str
     path = config.out / METRICS if is_main else None
     with (
         MetricsFile(path, after_step=start if config.resume else None) as metrics,
-        tqdm(total=config.steps, initial=start, unit="step", file=sys.stderr, disable=not is_main) as bar,
+        tqdm(total=config.steps, initial=start, unit="step", file=sys.stderr, disable=not (is_main and has_bar)) as bar,
         _interrupts(answered=context is None) as interrupts,
     ):
         world_size = trainer.model.world_size
-        log = _Log(metrics, bar)
+        log = _Log(metrics, bar, is_main)
         metrics.write("run", step=start, world_size=world_size, config=plain_config(config), **asdict(provenance))
         if config.resume and checkpoint is None and not refused:
             log.tell(start, f"no checkpoint under {config.out}; starting from the beginning")
@@ -83,12 +91,12 @@ def train_rank(context: Any, config: TrainConfig, tokens: TokenFile, device: str
 class _Log:
     """Where a run says something: in its metrics and, past the progress bar, on the terminal."""
 
-    def __init__(self, metrics: MetricsFile, bar: Any) -> None:
-        self.metrics, self.bar = metrics, bar
+    def __init__(self, metrics: MetricsFile, bar: Any, is_told: bool) -> None:
+        self.metrics, self.bar, self.is_told = metrics, bar, is_told
 
     def tell(self, step: int, message: str) -> None:
         self.metrics.write("event", step=step, message=message)
-        if not self.bar.disable:
+        if self.is_told:
             tqdm.write(f"step {step}: {message}", file=sys.stderr)
 
 

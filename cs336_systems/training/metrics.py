@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from cs336_systems.files import write_atomically, writing
 
 METRICS = "metrics.jsonl"
 PLOT = "train.png"
+_LONGEST_LINE = 2**16  # bytes
 
 
 class MetricsFile:
@@ -64,6 +66,17 @@ class MetricsFile:
 
 def _jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def last_step(path: Path) -> int:
+    """The step of the last whole line of a metrics file, which is looked at from its end; 0 if there is none there.
+
+    Raises OSError where the file cannot be read, and ValueError for a line that `MetricsFile` did not write.
+    """
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
+        lines = file.read().split(b"\n")[:-1]
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
