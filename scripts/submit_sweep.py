@@ -2,6 +2,8 @@
 
     python scripts/submit_sweep.py --gpus-per-node 2 --partition gpu \\
         --command "scripts/ddp_benchmark.py --size xl" --vary "--precision fp32" "--precision bf16"
+    python scripts/submit_sweep.py --cluster local --wait --command "scripts/benchmark.py --size tiny" \\
+        --vary "--ctx 64 --out out/ctx64" "--ctx 128 --out out/ctx128"
 
 Needs submitit: pip install "cs336-systems[slurm]". With --tasks-per-node above 1, or several nodes, srun starts the
 ranks; otherwise each script spawns its own.
@@ -51,7 +53,7 @@ def main() -> None:
     # A quoted group of flags is a value, and would be taken for a flag of this script's.
     sys.argv[1:] = [f" {word}" if re.match(r"--[\w-]+ ", word) else word for word in sys.argv[1:]]
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.distributed.submission import submit_commands
+    from cs336_systems.distributed.submission import submit_commands, wait_for
 
     options = dict(vars(arguments))
     command, vary, folder, cluster, wait = (options.pop(n) for n in ("command", "vary", "folder", "cluster", "wait"))
@@ -66,8 +68,7 @@ def main() -> None:
     for job, words in zip(jobs, commands, strict=True):
         show(f"{job.job_id}: {shlex.join(words)}  (log: {job.paths.stdout})")
     if wait:
-        for job in jobs:
-            job.result()
+        wait_for(jobs)
 
 
 if __name__ == "__main__":

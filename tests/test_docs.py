@@ -188,18 +188,19 @@ def test_every_command_of_the_documentation_parses(monkeypatch):
             by_script.setdefault(script, []).append((f"{name}: {command}", words))
     wrong, parsed = [], []
 
-    def parse_all(arguments, description):
-        for what, words in by_script[script]:
-            try:
-                parsed.append(tyro.cli(arguments, args=[word for word in words if not _PLACEHOLDER.fullmatch(word)]))
-            except SystemExit:
-                wrong.append(what)
+    def parse(arguments, description):
+        words = [word for word in sys.argv[1:] if not _PLACEHOLDER.fullmatch(word)]
+        parsed.append(tyro.cli(arguments, args=words))
         raise SystemExit(0)
 
-    monkeypatch.setattr("cs336_systems.cli.parse", parse_all)
-    for script in by_script:
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+    monkeypatch.setattr("cs336_systems.cli.parse", parse)
+    for script, commands in by_script.items():
+        for what, words in commands:
+            monkeypatch.setattr(sys, "argv", [script, *words])
+            with pytest.raises(SystemExit) as ended:
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            if ended.value.code:
+                wrong.append(what)
     assert wrong == []
     assert len(parsed) == sum(map(len, by_script.values())) > 50
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from cs336_systems.distributed.submission import run_command, submit_commands
+from cs336_systems.distributed.submission import run_command, submit_commands, wait_for
 
 
 def test_a_sweep_runs_as_local_jobs(tmp_path: Path) -> None:
@@ -81,10 +81,61 @@ def test_the_scripts_own_example_is_understood(monkeypatch, run_script):
 
     monkeypatch.setattr("cs336_systems.distributed.submission.submit_commands", submit)
     example = (Path(__file__).resolve().parents[1] / "scripts" / "submit_sweep.py").read_text(encoding="utf-8")
-    typed = re.search(r"python scripts/submit_sweep\.py (.*?)\n\n", example, re.DOTALL)[1]
+    typed = re.search(r"python scripts/submit_sweep\.py (.*?)\n    python ", example, re.DOTALL)[1]
     words = shlex.split(typed.replace("\\\\", ""))
     status, shown, errors = run_script("submit_sweep", *words)
     assert (status, errors) == (0, "")
     assert shown.startswith("7: scripts/ddp_benchmark.py --size xl --precision fp32  (log: ")
     shared = ["scripts/ddp_benchmark.py", "--size", "xl"]
     assert asked == [([[*shared, "--precision", "fp32"], [*shared, "--precision", "bf16"]], 2, "gpu")]
+
+
+_README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+_IN_README = shlex.split(
+    re.search(r"python scripts/submit_sweep\.py (.*?)```", _README, re.DOTALL)[1].replace("\\\n", "")
+)
+
+
+def test_what_the_readme_submits_are_commands_of_the_benchmark(monkeypatch, run_script, capsys):
+    """Each job's words go to the script itself, up to its work; the wait for them counts."""
+    submitted = []
+
+    def submit(commands, folder, **options):
+        submitted.extend(commands)
+        return [mock.MagicMock(job_id=str(number)) for number, _ in enumerate(commands)]
+
+    monkeypatch.setattr("cs336_systems.distributed.submission.submit_commands", submit)
+    status, shown, errors = run_script("submit_sweep", *_IN_README)
+    assert status == 0
+    assert "| 2/2 [" in errors
+    assert "0: scripts/benchmark.py --size tiny --ctx 64 --out out/ctx64  (log: " in shown
+    asked = []
+    monkeypatch.setattr(
+        "cs336_systems.benchmarking.run_benchmark.run_benchmark", lambda *_, **given: asked.append(given)
+    )
+    for script, *words in submitted:
+        assert run_script(Path(script).stem, *words)[0] == 0
+    assert [(given["size"], given["ctx"], str(given["out"])) for given in asked] == [
+        (("tiny",), (64,), "out/ctx64"),
+        (("tiny",), (128,), "out/ctx128"),
+    ]
+
+
+@pytest.mark.slow
+def test_what_the_readme_submits_runs_here(tmp_path, monkeypatch, run_script):
+    pytest.importorskip("submitit", reason="needs submitit, the optional extra 'slurm'")
+    (tmp_path / "scripts").symlink_to(Path(__file__).resolve().parents[1] / "scripts")
+    monkeypatch.chdir(tmp_path)
+    status, shown, errors = run_script("submit_sweep", *_IN_README)
+    assert status == 0, errors
+    assert shown.count("(log: ") == 2
+    assert all((tmp_path / "out" / folder / "benchmark.json").exists() for folder in ("ctx64", "ctx128"))
+
+
+def test_waiting_ends_with_the_last_job_and_tells_of_one_that_failed(monkeypatch, clock):
+    ended = {"a": iter([False, True]), "b": iter([True]), "c": iter([False, False, True])}
+    jobs = [mock.MagicMock(done=lambda looks=looks: next(looks)) for looks in ended.values()]
+    jobs[1].result.side_effect = RuntimeError("b ended with status 1")
+    with pytest.raises(RuntimeError, match="b ended"):
+        wait_for(jobs)
+    assert [list(looks) for looks in ended.values()] == [[], [], []]

@@ -83,7 +83,7 @@ def run_convergence(
         check_convergence(
             variant=variant, seed=seed, processes=processes, at_once=at_once, device=device, out=out, **base
         )
-        processes = processes or 2
+        n_ranks = processes or 2
         check_writable(out)
         device, provenance, look = resolve_device(device, command)
         base = fill_in({**base, "variant": variant, "seed": seed}, DEFAULTS, device)
@@ -96,11 +96,11 @@ def run_convergence(
             if row.variant in VARIANTS and row.status != "unsupported":
                 check_same_run(_config(base_config, row.variant, row.seed, row.processes, out, resume=True), tokens)
 
-    tell_if_crowded(device, [processes for name in variants if name in ON_RANKS])
+    tell_if_crowded(device, [n_ranks for name in variants if name in ON_RANKS])
 
     def sweep() -> None:
         runs = unmeasured([_Run(name, value) for value in seeds for name in variants], results)
-        if any(_can_run(base_config, run, processes, out) for run in runs):
+        if any(_can_run(base_config, run, n_ranks, out) for run in runs):
             results.timing_begins()  # what that tells is told before there is a bar
         follow = partial(_steps_done, results, base_config.steps, out, time.time())
         n_steps = len(results.asked) * base_config.steps
@@ -112,7 +112,7 @@ def run_convergence(
             try:
                 with signals_waiting():  # or one that has begun would not be known here, and nobody would end it
                     for run in runs:
-                        begun = pool.submit(_train, base_config, run, processes, out, resume, tokens, results)
+                        begun = pool.submit(_train, base_config, run, n_ranks, out, resume, tokens, results)
                         futures[begun] = run
                 for future in futures:
                     results.append(future.result())

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.progress import progress
+
 _LAST_LINES = 30
+_LOOK_S = 1.0
 
 
 def submit_commands(
@@ -66,6 +70,20 @@ def submit_commands(
     )
     with executor.batch():  # on Slurm one job array
         return [executor.submit(run_command, list(command), str(Path.cwd())) for command in commands]
+
+
+def wait_for(jobs: Sequence[Any]) -> None:
+    """Wait until all jobs have ended, with a progress bar over them; then raise what the first that failed did."""
+    left = list(jobs)
+    with progress(len(jobs), unit="job") as bar:
+        while left:
+            ended = [job for job in left if job.done()]
+            left = [job for job in left if job not in ended]
+            bar.update(len(ended))
+            if left:
+                time.sleep(_LOOK_S)
+    for job in jobs:
+        job.result()
 
 
 def run_command(command: list[str], directory: str) -> str:
