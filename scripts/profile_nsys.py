@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.cli import command_line, parse
-from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision
+from cs336_systems.cli import command_line, parse, refusing_bad_input
+from cs336_systems.configs import Attention, Compile, Mode, Optimizer, Precision, check_ignored
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,13 @@ class Arguments:
 
 
 def main() -> None:
-    options = vars(parse(Arguments, __doc__))
+    arguments = parse(Arguments, __doc__)
+    if arguments.dry_run:
+        with refusing_bad_input():
+            check_ignored(arguments, {"resume", "top"}, "goes without --dry-run, whose commands do not depend on it")
     from cs336_systems.profiling.run_nsys import run_nsys
 
-    run_nsys(command_line(), **options)
+    run_nsys(command_line(), **vars(arguments))
 
 
 if __name__ == "__main__":

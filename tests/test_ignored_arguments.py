@@ -1,13 +1,17 @@
 """Arguments that a run would not read are refused, by name and before any work, in every script that has such."""
 
+import dataclasses
 import json
+import runpy
 import shlex
+from pathlib import Path
 
 import pytest
 
 from cs336_systems.configs import named_cell
 from cs336_systems.sweep_cells import named_cells
 
+ROOT = Path(__file__).resolve().parents[1]
 NO_OPTIMIZER = "--optimizer adamw-fused: goes with --mode train-step; other steps have no optimizer"
 NO_BACKWARD = "--checkpoint-every 1: goes with --mode forward-backward or train-step"
 
@@ -34,6 +38,8 @@ NO_BACKWARD = "--checkpoint-every 1: goes with --mode forward-backward or train-
         ("profile_memory", "--snapshot x --ctx 8 16", "--ctx 8 16: is of what is recorded; --snapshot goes"),
         ("profile_kernels", "--mode forward --optimizer adamw-fused", NO_OPTIMIZER),
         ("profile_nsys", "--dry-run --mode forward --optimizer adamw-fused", NO_OPTIMIZER),
+        ("profile_nsys", "--dry-run --top 3", "--top 3: goes without --dry-run, whose commands do not depend"),
+        ("profile_nsys", "--dry-run --resume", "--resume True: goes without --dry-run, whose commands do not"),
         ("mixed_precision", "--mode forward-backward --optimizer adamw-fused", NO_OPTIMIZER),
         ("mixed_precision", "--part dtypes layer-norm --size small", "--size small: goes with --part benchmark"),
         ("mixed_precision", "--part accumulation --resume", "--resume True: goes with --part benchmark"),
@@ -83,6 +89,39 @@ def test_what_would_be_ignored_is_refused(run_script, tmp_path, monkeypatch, scr
     status, shown, errors = run_script(script, *arguments.split())
     assert (status, shown) == (2, "")
     assert f"error: {message}" in errors
+    assert not any(tmp_path.iterdir())
+
+
+# A value of each argument that is not its default, for the scripts whose --dry-run prints commands.
+DRY_RUNS = {
+    "profile_nsys": {
+        "size": "large", "ctx": "8", "mode": "forward", "precision": "bf16", "compile": "on", "attention": "sdpa",
+        "optimizer": "adamw-fused", "warmup": "9", "steps": "9", "batch_size": "9", "device": "cuda:7", "seed": "9",
+        "nsys": "other", "unprofiled": "False", "resume": "True", "top": "9", "out": "elsewhere",
+    },
+    "reproduce": {"results": "elsewhere", "only": "all_reduce", "machine": "gpus"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "values"), DRY_RUNS.items())
+def test_what_a_dry_run_would_not_show_is_refused(run_script, tmp_path, monkeypatch, script, values):
+    """Every other argument changes what is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cs336_systems.benchmarking.reproduce.has_nvidia_driver", lambda: False)
+    arguments = runpy.run_path(str(ROOT / "scripts" / f"{script}.py"))["Arguments"]
+    assert {field.name for field in dataclasses.fields(arguments)} == {*values, "dry_run"}
+    status, plain, _ = run_script(script, "--dry-run")
+    assert status == 0
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        words = {"True": [flag], "False": [f"--no-{flag[2:]}"]}.get(value, [flag, value])
+        status, shown, errors = run_script(script, "--dry-run", *words)
+        if name in ("resume", "top"):
+            assert (status, shown) == (2, "")
+            assert errors.startswith(f"error: {flag} {value}: goes without --dry-run")
+        else:
+            assert status == 0, errors
+            assert shown != plain, name
     assert not any(tmp_path.iterdir())
 
 
