@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from typing import Any
 import pytest
 import tyro
 
+from cs336_systems.accounting.memory import best_checkpoint_every, block_saved_tensors, residual_stream_bytes
+from cs336_systems.benchmarking.flash_benchmark import FlashRow
+from cs336_systems.configs import MODEL_SIZES, Attention, Precision
 from cs336_systems.distributed.process_group import RankContext
+from cs336_systems.records import read_results
 from tests.distributed_helpers import (
     CountedCollectives,
     assert_same_weights,
@@ -221,3 +226,51 @@ def test_links_lead_somewhere(name):
         if not file.exists() or (anchor and anchor not in slugs):
             missing.append(target)
     assert missing == []
+
+
+# ---- Numbers in prose ------------------------------------------------------------------------------------------------
+
+
+def _beside_cudnn(implementation: str, phase: str, lengths: set[int], causal: tuple[bool, ...]) -> list[float]:
+    """Speed over cuDNN's at head_dim 64, in all runs at the anchors."""
+    found = []
+    for path in ROOT.glob("results/flash_anchors*/flash_benchmark.json"):
+        rows = [row for row in read_results(path, FlashRow)[1] if row.status == "ok" and row.precision == "bf16"]
+        chosen = [row for row in rows if (row.head_dim, row.phase) == (64, phase) and row.length in lengths]
+        ms = {(row.implementation, row.length, row.is_causal): row.median_ms for row in chosen}
+        found += [
+            ms["sdpa-cudnn", length, is_causal] / its_ms
+            for (name, length, is_causal), its_ms in ms.items()
+            if name == implementation and is_causal in causal
+        ]
+    return found
+
+
+def test_speeds_of_heads_of_64_are_those_of_the_rows():
+    text = " ".join(DOCS["attention.md"].split())
+    said = re.search(r"Forward is now (\S+) to (\S+) of cuDNN's speed .*? \((\S+) and (\S+) at 4,096", text)
+    long = _beside_cudnn("flash-hopper", "forward", {16_384, 65_536}, (True, False))
+    short = [statistics.fmean(_beside_cudnn("flash-hopper", "forward", {4096}, (on,))) for on in (True, False)]
+    assert [float(number) for number in said.groups()] == [round(x, 2) for x in (min(long), max(long), *short)]
+    said = re.search(r"Triton's stay, at (\S+) to (\S+) of cuDNN's speed", text)
+    backward = _beside_cudnn("flash-triton", "backward", {4096, 16_384, 65_536}, (True, False))
+    assert [float(number) for number in said.groups()] == [round(min(backward), 2), round(max(backward), 2)]
+
+
+def test_inputs_that_a_block_keeps_are_the_formulas():
+    text = " ".join(DOCS["accounting.md"].split())
+    said = re.search(r"from small to 8b keeps (\d+) inputs .* to (\d+) \(float32, .* one of tiny up to (\d+)", text)
+
+    def kept(size: str, precision: Precision, attention: Attention) -> float:
+        saved = block_saved_tensors(MODEL_SIZES[size], 4, 2048, precision, attention)
+        return sum(saved.values()) / residual_stream_bytes(MODEL_SIZES[size], 4, 2048)
+
+    sizes = set(MODEL_SIZES) - {"tiny"}
+    least = min(kept(size, "bf16", "flash-triton") for size in sizes)
+    most = max(kept(size, "fp32", "naive") for size in sizes)
+    of_tiny = kept("tiny", "fp32", "naive")
+    assert [int(number) for number in said.groups()] == [round(least), round(most), round(of_tiny)]
+    for shape in MODEL_SIZES.values():
+        for precision in ("fp32", "bf16"):
+            for attention in ("naive", "flash-triton"):
+                assert best_checkpoint_every(shape, 4, 2048, precision, attention) in (1, 2)

@@ -177,7 +177,7 @@ def best_checkpoint_every(
     """The segment length with the least `peak_activation_bytes`; of equals the longest, as it has the fewest segments.
 
     Segments of k keep about num_layers / k inputs and then k blocks, least at k = sqrt(num_layers · input / block).
-    A block keeps 15 to 100 times its input, so for the named sizes that is 1 or 2.
+    A block keeps 16 times its input and more, so for the named sizes that is 1 or 2.
     """
 
     def peak(every: int) -> int:
