@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cs336_systems.benchmarking import report_kernels, report_memory, report_model, report_parallel, report_profiles
+from cs336_systems.benchmarking import (
+    report_kernels,
+    report_memory,
+    report_model,
+    report_parallel,
+    report_profiles,
+    report_sharding,
+)
 from cs336_systems.benchmarking.report_attention import ATTENTION_ITEMS, KERNEL_ITEM
 from cs336_systems.benchmarking.report_parts import Item, item_markdown, link
 
@@ -15,6 +22,7 @@ ITEMS: tuple[Item, ...] = (
     *report_memory.ITEMS,
     *ATTENTION_ITEMS,
     *report_parallel.ITEMS,
+    *report_sharding.ITEMS,
     KERNEL_ITEM,
     *report_kernels.ITEMS,
 )
