@@ -23,7 +23,8 @@ _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
     # First of all, so that Ctrl-C is a line as early as can be.
-    sys.excepthook = partial(_in_a_line, "resume" in vars(arguments)["__dataclass_fields__"])
+    is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
+    sys.excepthook = partial(_in_a_line, is_resumable)
     import tyro
 
     from cs336_systems.help_text import explained, wide_enough, wrapped
@@ -32,7 +33,7 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
     # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
-    signal.signal(signal.SIGTERM, _exit_by_signal)
+    signal.signal(signal.SIGTERM, partial(_exit_by_signal, is_resumable))
     try:
         try:
             with wide_enough():
@@ -77,9 +78,11 @@ def _registry() -> Any:
     return registry
 
 
-def _exit_by_signal(number: int, frame: FrameType | None) -> None:
-    """Not in the middle of an import, though: some modules swallow whatever is raised there, and the program would go
-    on. The signal is sent again until it is over."""
+def _exit_by_signal(is_resumable: bool, number: int, frame: FrameType | None) -> None:
+    """With a line, as after Ctrl-C, where the run has not begun, which would have one of its own.
+
+    Not in the middle of an import, though: some modules swallow whatever is raised there, and the program would go on.
+    The signal is sent again until it is over."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             again = threading.Timer(_AFTER_AN_IMPORT_S, os.kill, (os.getpid(), number))
@@ -87,6 +90,11 @@ def _exit_by_signal(number: int, frame: FrameType | None) -> None:
             again.start()
             return
         frame = frame.f_back
+    from cs336_systems.resuming import has_begun
+
+    if not has_begun():
+        with suppress(RuntimeError):  # standard error was being written to
+            _tell_of_the_end(is_resumable, "Ended by SIGTERM")
     sys.exit(128 + number)
 
 
@@ -94,15 +102,21 @@ def _in_a_line(is_resumable: bool, kind: type[BaseException], error: BaseExcepti
     """Ctrl-C that nobody caught is a line, with how to go on where the script can, and so is an error with the
     attribute `in_a_line`, which has it; any other error keeps its traceback."""
     if issubclass(kind, KeyboardInterrupt):
-        from cs336_systems.distributed.launcher import launched_rank
-        from cs336_systems.resuming import after_interruption
-
-        is_told_how = is_resumable and launched_rank() in (None, 0)
-        tell(f"\n{after_interruption(command_line()) if is_told_how else 'Interrupted.'}")
-    elif line := getattr(error, "in_a_line", ""):
+        _tell_of_the_end(is_resumable, "Interrupted")
+        raise SystemExit(128 + signal.SIGINT)  # or it is 1, as of a failed run, if something was imported here
+    if line := getattr(error, "in_a_line", ""):
         tell(f"\nerror: {line}")
     else:
         sys.__excepthook__(kind, error, traceback)
+
+
+def _tell_of_the_end(is_resumable: bool, stopped: str) -> None:
+    """How to go on is said where the script can, by the first rank of a launched job."""
+    from cs336_systems.distributed.launcher import launched_rank
+    from cs336_systems.resuming import after_interruption
+
+    is_told_how = is_resumable and launched_rank() in (None, 0)
+    tell(f"\n{after_interruption(command_line(), stopped) if is_told_how else f'{stopped}.'}")
 
 
 @contextmanager

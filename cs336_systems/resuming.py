@@ -14,13 +14,19 @@ def run_begins() -> None:
     _has_begun.set()
 
 
-def after_interruption(command: str) -> str:
-    """What is said after Ctrl-C: before the run has begun it is the command as it was typed that does what was asked;
-    with --resume another run's rows, which are still where that left them, would be gone on from."""
+def has_begun() -> bool:
+    """Whether `run_begins` was called: from then on the run itself says what a signal has ended, and how to go on."""
+    return _has_begun.is_set()
+
+
+def after_interruption(command: str, stopped: str = "Interrupted") -> str:
+    """What is said after Ctrl-C, or after what `stopped` names: before the run has begun it is the command as it was
+    typed that does what was asked; with --resume another run's rows, which are still where that left them, would be
+    gone on from."""
     if _has_begun.is_set():
-        return f"Interrupted. {to_go_on(command)}"
+        return f"{stopped}. {to_go_on(command)}"
     how = to_go_on(command) if "--resume" in shlex.split(command) else f"To begin: {command}"
-    return f"Interrupted before anything was measured. {how}"
+    return f"{stopped} before anything was measured. {how}"
 
 
 def to_go_on(command: str, where: str = "") -> str:

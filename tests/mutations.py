@@ -142,6 +142,9 @@ def main() -> None:
     # As Ctrl-C: the copy is removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = sys.argv[1:]
+    if {"-h", "--help"} & {*names}:
+        print(__doc__)
+        return
     for name in names:
         if not any(name in mutation.file for mutation in MUTATIONS):
             print(f"error: {name}: there is no mutation of such a file", file=sys.stderr)

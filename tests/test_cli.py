@@ -97,11 +97,49 @@ def test_an_interrupt_before_the_device_is_known_names_the_command(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(KeyboardInterrupt) as error:
         run_script(name, "--out", tmp_path, *resume)
-    sys.excepthook(KeyboardInterrupt, error.value, None)
+    with pytest.raises(SystemExit, match="130"):
+        sys.excepthook(KeyboardInterrupt, error.value, None)
     shown = capsys.readouterr().err.splitlines()[-1]
     word = "To go on" if resume else "To begin"
     typed = " ".join(["python", f"scripts/{name}.py", "--out", str(tmp_path), *resume])
     assert shown == f"Interrupted before anything was measured. {word}: {typed}"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_sigterm_before_a_run_has_begun_has_a_line_too(has_begun, tmp_path, monkeypatch, run_script):
+    """Later the run has one of its own."""
+    monkeypatch.setattr(resuming, "_has_begun", threading.Event())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def ended(*_, **__):
+        if has_begun:
+            resuming.run_begins()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("cs336_systems.benchmarking.into_files.check_writable", ended)
+    status, _, errors = run_script("benchmark", "--out", tmp_path)
+    assert status == 143
+    line = f"\nEnded by SIGTERM before anything was measured. To begin: python scripts/benchmark.py --out {tmp_path}\n"
+    assert ("SIGTERM" in errors) is not has_begun
+    assert errors.endswith("" if has_begun else line)
+
+
+def test_an_early_interrupt_has_the_status_of_every_other(tmp_path):
+    """Status 1, as of a failed run, would let a shell's loop go on."""
+    code = f"""
+        import runpy, sys
+        from cs336_systems import files
+        def interrupted(*_):
+            raise KeyboardInterrupt
+        files.check_writable = interrupted
+        sys.argv = ["scripts/train.py", "--device", "cpu", "--out", {str(tmp_path)!r}]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "Interrupted before anything was measured. To begin: " in done.stderr
+    assert done.returncode == 130
 
 
 def test_an_interrupt_once_rows_have_begun_goes_on_from_them(tmp_path, monkeypatch, run_script, capsys):
@@ -114,7 +152,8 @@ def test_an_interrupt_once_rows_have_begun_goes_on_from_them(tmp_path, monkeypat
     monkeypatch.setattr("cs336_systems.profiling.nested_tables.plot_schemes", interrupted)
     with pytest.raises(KeyboardInterrupt) as error:
         run_script("checkpointing", "--part", "nested", "--layers", 4, "--out", tmp_path)
-    sys.excepthook(KeyboardInterrupt, error.value, None)
+    with pytest.raises(SystemExit, match="130"):
+        sys.excepthook(KeyboardInterrupt, error.value, None)
     shown = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(r"Interrupted\. To go on: .*python scripts/checkpointing\.py .* --resume", shown)
 
@@ -128,7 +167,8 @@ def test_of_a_launched_jobs_ranks_the_first_says_how_to_go_on(rank, told, monkey
     run_script("benchmark")
     for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    with pytest.raises(SystemExit, match="130"):
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert told in capsys.readouterr().err
 
 
@@ -309,7 +349,7 @@ def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_pat
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=25)
-    assert (run.returncode, run.stdout, run.stderr) == (143, "whole\n", "")
+    assert (run.returncode, run.stdout, run.stderr) == (143, "whole\n", "\nEnded by SIGTERM.\n")
 
 
 def test_the_command_has_what_the_environment_changes(monkeypatch):

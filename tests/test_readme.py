@@ -60,6 +60,25 @@ def test_it_says_in_a_line_what_was_written(tmp_path, run_script):
         assert path.stat().st_ino == written
 
 
+@pytest.mark.parametrize("script", ["update_readme", "report"])
+@pytest.mark.parametrize("content", [None, "{}", "[1", '{"rows": []}'])
+def test_results_without_rows_take_no_tables_place(script, content, tmp_path, run_script, monkeypatch):
+    results = tmp_path / "results" / "benchmark"
+    results.mkdir(parents=True)
+    if content is not None:
+        (results / "benchmark.json").write_text(content)
+    documents = {name: (ROOT / name).read_text() for name in ("README.md", "REPORT.md")}
+    for name, text in documents.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    status, _, errors = run_script(script)
+    assert (status, errors) == (
+        2,
+        "error: --results results: has no measurements in it; scripts/reproduce.py makes them\n",
+    )
+    assert {name: (tmp_path / name).read_text() for name in documents} == documents
+
+
 def test_linked_files_and_scripts_exist():
     targets = re.findall(r"\]\(([^)#]+)\)|python (scripts/\w+\.py)", README)
     files = {link or script for link, script in targets if not (link or script).startswith("http")}

@@ -36,7 +36,6 @@ from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.feasibility import TooLittleMemory, tell_if_crowded
-from cs336_systems.files import check_writable
 from cs336_systems.progress import progress
 from cs336_systems.records import ResultsFile
 from cs336_systems.signals import signals_waiting
@@ -84,7 +83,6 @@ def run_convergence(
             variant=variant, seed=seed, processes=processes, at_once=at_once, device=device, out=out, **base
         )
         n_ranks = processes or 2
-        check_writable(out)
         device, provenance, look = resolve_device(device, command)
         base = fill_in({**base, "variant": variant, "seed": seed}, DEFAULTS, device)
         variants, seeds = base.pop("variant"), base.pop("seed")

@@ -9,6 +9,7 @@ from typing import Any
 
 from cs336_systems.configs import check, check_choice
 from cs336_systems.defaults import fill_in
+from cs336_systems.files import check_writable
 from cs336_systems.provenance import check_cpu_alone, may_have_gpu
 from cs336_systems.training.config import TrainConfig
 
@@ -64,3 +65,4 @@ def check_convergence(
     check_cpu_alone(device)
     likely = device if device != "auto" else "cuda" if may_have_gpu() else "cpu"
     TrainConfig(**fill_in(base, {"steps": DEFAULTS["steps"]}, likely), device=device, out=out)
+    check_writable(out)

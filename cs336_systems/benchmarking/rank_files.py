@@ -61,7 +61,8 @@ def _finish_launched(results: ResultsFile, write_files: Callable[[ResultsFile], 
     results.lock.acquire()  # until the process ends: the thread that measures adds no row that the tables lack
     how = to_go_on(results.runs[-1].command)
     finish_files(results, write_files, [how])
-    tell(f"The {len(results.rows)} rows so far are in {results.path}. {how}")
+    n_rows = len(results.rows)
+    tell(f"The {n_rows} rows so far are in {results.path}. {how}" if n_rows else f"No cell has its row yet. {how}")
 
 
 def check_same_workload(results: ResultsFile | None, cells: Sequence[Any], varied: Collection[str] = VARIED) -> None:
