@@ -274,3 +274,16 @@ def test_dropout_does_not_wait_for_the_gpu():
 def test_tensors_on_two_devices():
     with pytest.raises(ValueError, match=r"same device.*cuda:0.*cpu"):
         flash_attention(of(1, 4, 8, device="cuda"), of(1, 4, 8), of(1, 4, 8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles there")
+@pytest.mark.parametrize("implementation", ["triton", "auto"])
+def test_bfloat16_is_not_left_to_tritons_interpreter(implementation):
+    """Which multiplies its raw bits; "auto" takes another."""
+    q, k, v = torch.randn(3, 1, 2, 16, 16).bfloat16()
+    if implementation == "triton":
+        with pytest.raises(RuntimeError, match="Triton's interpreter multiplies bfloat16 wrongly"):
+            flash_attention(q, k, v, implementation="triton")
+        return
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    torch.testing.assert_close(flash_attention(q, k, v).float(), expected, atol=2e-2, rtol=2e-2)

@@ -37,6 +37,8 @@ def _why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         )
     if dtype == torch.float64:
         return "its kernels take float32, float16 and bfloat16, and the tensors are float64"
+    if dtype == torch.bfloat16 and _TRITON_IS_INTERPRETED:
+        return "Triton's interpreter multiplies bfloat16 wrongly (3.6 does, by its raw bits); take float32 or float16"
     return None
 
 
