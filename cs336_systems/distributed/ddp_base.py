@@ -19,6 +19,7 @@ from jaxtyping import Inexact
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import average_, broadcast_module, check_same_module
+from cs336_systems.distributed.marks import is_averaged_early, is_shard
 
 
 class DataParallel(nn.Module, ABC):
@@ -49,12 +50,14 @@ class DataParallel(nn.Module, ABC):
 
         Raises:
             RuntimeError: there is no process group yet.
-            ValueError: the ranks' modules differ in a name, shape or dtype (raised on all ranks), or the module's
-                trainable parameters lie on several devices.
+            ValueError: the ranks' modules differ in a name, shape or dtype (raised on all ranks), the module's
+                trainable parameters lie on several devices, FSDP has divided them, or another wrapper's hooks average
+                their gradients.
         """
         super().__init__()
         if not dist.is_initialized():
             raise RuntimeError("no process group: make one first, e.g. with cs336_systems.distributed.process_group")
+        _check_is_free(module)
         self.module = module
         self.process_group: dist.ProcessGroup = process_group or _world()
         check_same_module(module, self.process_group)
@@ -173,6 +176,20 @@ class PendingAverage:
         if self.buffer is not self.gradient:
             self.gradient.copy_(self.buffer[:size].view_as(self.gradient))
         return self.buffer.reshape(-1)[size:]
+
+
+def _check_is_free(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if is_shard(parameter):
+            raise ValueError(
+                f"module: its parameter {name!r} is this rank's rows of a weight that FSDP divides; FSDP averages all "
+                "gradients itself, and needs no other wrapper"
+            )
+        if is_averaged_early(parameter):
+            raise ValueError(
+                f"module: the gradient of its parameter {name!r} is averaged by an earlier wrapper; call that one's "
+                "remove_hooks() first, or make the model anew"
+            )
 
 
 def _world() -> dist.ProcessGroup:

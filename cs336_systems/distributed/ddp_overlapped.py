@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.ddp_base import DataParallel, PendingAverage
 from cs336_systems.distributed.launch_order import LaunchOrder
+from cs336_systems.distributed.marks import mark_averaged_early
 
 
 class OverlappingDataParallel(DataParallel):
@@ -34,6 +35,8 @@ class OverlappingDataParallel(DataParallel):
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
             for index, parameter in enumerate(self._trainable)
         ]
+        for parameter in self._trainable:
+            mark_averaged_early(parameter, True)
 
     def _set_portions(self, portions: Sequence[Sequence[int]]) -> None:
         self._launches = LaunchOrder(portions)
@@ -41,8 +44,9 @@ class OverlappingDataParallel(DataParallel):
 
     def remove_hooks(self) -> None:
         """Leave the module as it was before wrapping; this wrapper no longer averages its gradients early."""
-        for hook in self._hooks:
+        for hook, parameter in zip(self._hooks, self._trainable, strict=True):
             hook.remove()
+            mark_averaged_early(parameter, False)
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         self._check_dense(index)

@@ -19,15 +19,16 @@ from torch.utils._pytree import tree_map
 import cs336_basics.model
 from cs336_systems.distributed import fsdp_state
 from cs336_systems.distributed.collectives import broadcast_module, check_same_module
+from cs336_systems.distributed.ddp_base import DataParallel
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.fsdp_casts import register_casts
 from cs336_systems.distributed.fsdp_schedule import Use, WeightManager
 from cs336_systems.distributed.fsdp_weight import ShardedWeight
+from cs336_systems.distributed.marks import is_shard, mark_shard
 
 _LINEAR = (cs336_basics.model.Linear, nn.Linear)
 _EMBEDDING = (cs336_basics.model.Embedding, nn.Embedding)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that layers compute, and all backends add up
-_MARK = "_is_shard"  # an attribute of parameters that have been cut down to a rank's rows
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -63,9 +64,9 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: there is no process group.
             ValueError: `compute_dtype`, or the dtype of a weight to be sharded, is not float16, bfloat16, float32 or
-                float64; the module has been wrapped already; an embedding cannot be sharded (sparse gradients,
-                max_norm); a weight is tied to a layer that would not gather it; or the ranks' modules differ (on all
-                ranks).
+                float64; the module has been wrapped already, also by another wrapper; an embedding cannot be sharded
+                (sparse gradients, max_norm); a weight is tied to a layer that would not gather it; or the ranks'
+                modules differ (on all ranks).
         """
         super().__init__()
         if not dist.is_initialized():
@@ -74,6 +75,8 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError(f"compute_dtype={compute_dtype}: must be one of {_DTYPES}, or None")
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
             raise ValueError("module: it is, or holds, a FullyShardedDataParallel already; wrap the whole model once")
+        if any(isinstance(child, DataParallel) for child in module.modules()):
+            raise ValueError("module: it is, or holds, a data-parallel wrapper; FSDP averages gradients itself")
         group = process_group or dist.group.WORLD
         assert group is not None
         self.process_group: dist.ProcessGroup = group
@@ -91,7 +94,7 @@ class FullyShardedDataParallel(nn.Module):
             parameter = layer.weight
             if parameter not in by_parameter:  # tied weights are one
                 weight = ShardedWeight(f"{name}.weight".lstrip("."), parameter, compute_dtype, group)
-                setattr(parameter, _MARK, True)
+                mark_shard(parameter)
                 # Weakly: autograd's hooks are no business of the garbage collector, which would never free the cycle.
                 tell = partial(_gradient_is_ready, weakref.ref(self._manager), weakref.ref(weight))
                 weight.full.register_post_accumulate_grad_hook(tell)
@@ -238,7 +241,7 @@ def _check_can_be_sharded(module: nn.Module, sharded: list[nn.Module]) -> None:
     for layer_name, layer in module.named_modules():
         for name, parameter in layer._parameters.items():
             full_name = f"{layer_name}.{name}".lstrip(".")
-            if getattr(parameter, _MARK, False):
+            if is_shard(parameter):
                 raise ValueError(
                     f"module: its parameter {full_name!r} has been sharded already; wrap a model once, and whole"
                 )

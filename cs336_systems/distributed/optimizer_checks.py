@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_basics.optimizer import AdamW
+from cs336_systems.distributed.marks import is_shard
 
 # They treat each element by itself, so that a parameter's rows may have different owners. Any other optimizer (such as
 # Adafactor, whose state is sums over rows and columns) gets parameters whole.
@@ -49,11 +50,17 @@ def check_parameters(new: Sequence[Any], before: Sequence[Tensor], group: dist.P
 
     Raises:
         TypeError: a parameter is no tensor.
-        ValueError: one is listed twice, they lie on several devices, or (on all ranks) the ranks list different ones.
+        ValueError: one is listed twice, FSDP has divided it, they lie on several devices, or (on all ranks) the ranks
+            list different ones.
     """
     for parameter in new:
         if not isinstance(parameter, Tensor):
             raise TypeError(f"params: must be tensors, got {type(parameter).__name__}")
+        if is_shard(parameter):
+            raise ValueError(
+                f"params: one of shape {tuple(parameter.shape)} is this rank's rows of a weight that FSDP divides, and "
+                "its optimizer state is divided with it; give FSDP's parameters to the optimizer class itself"
+            )
     seen = {id(parameter) for parameter in before}
     for i, parameter in enumerate(new):
         if id(parameter) in seen:
