@@ -55,12 +55,15 @@ from cs336_systems.attention.triton_tiles import load_tile, store_tile
 
 
 @gluon.jit
-def _owned_keys(batch_heads, n_queries, n_keys, IS_CAUSAL: gl.constexpr):
+def _owned_keys(batch_heads, heads_at_once, n_queries, n_keys, IS_CAUSAL: gl.constexpr):
     """What a program owns: (batch, key/value head) as one number, the tile of keys, and of the tiles of queries, from
     the last down, how many see its keys and how many of those see all of them and no others that are not there."""
     KEYS: gl.constexpr = ROWS * N_CONSUMERS
-    batch_head = gl.program_id(0) % batch_heads
-    key_tile = gl.program_id(0) // batch_heads
+    in_band = heads_at_once * gl.cdiv(n_keys, KEYS)
+    first_head = gl.program_id(0) // in_band * heads_at_once
+    n_heads = gl.minimum(heads_at_once, batch_heads - first_head)
+    batch_head = first_head + gl.program_id(0) % in_band % n_heads
+    key_tile = gl.program_id(0) % in_band // n_heads
     start_n = key_tile * KEYS
     n_blocks = gl.cdiv(n_queries, ROWS)
     n_tiles = n_blocks
@@ -224,7 +227,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["batch_size", "heads", "n_queries", "n_keys", "n_rows"])
+@gluon.jit(do_not_specialize=["batch_size", "heads", "heads_at_once", "n_queries", "n_keys", "n_rows"])
 def hopper_backward_kernel(
     q_desc,  # (batch, heads, n_queries, head_dim), tiles of ROWS
     do_desc,  # (batch, heads, n_queries, head_dim), tiles of ROWS
@@ -237,6 +240,7 @@ def hopper_backward_kernel(
     rows_ptr,  # the same; then zeros: at a tile's first two rows the turns at the halves of its columns
     batch_size,
     heads,
+    heads_at_once,  # key/value heads of all batches that are worked at before the next ones
     n_queries,
     n_keys,
     n_rows,  # n_queries padded to a multiple of 128; a padded row has lse = inf, and so P = 0
@@ -251,7 +255,9 @@ def hopper_backward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     turns_ptr = rows_ptr + 2 * (batch_size * heads).to(gl.int64) * n_rows
     kv_heads = heads // GROUP
-    batch_head, key_tile, n_tiles, n_full = _owned_keys(batch_size * kv_heads, n_queries, n_keys, IS_CAUSAL)
+    batch_head, key_tile, n_tiles, n_full = _owned_keys(
+        batch_size * kv_heads, heads_at_once, n_queries, n_keys, IS_CAUSAL
+    )  # fmt: skip
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
 

@@ -91,6 +91,7 @@ _FORWARD = {64: _config(3, 128), 128: _config(2, 128)}
 _DQ = {128: _config(N_CONSUMERS.value, 64)}
 _ONE_PASS = {128: _config(N_CONSUMERS.value, 64)}
 _MIN_KEYS = {64: 4096, 128: 1}  # of the forward pass
+_HEADS_AT_ONCE = 8
 _STEPS_FOR_A_TURN = 3  # of a program, for each that takes turns with it
 
 
@@ -197,7 +198,7 @@ def _one_pass(
          Tile(rows, list(rows_shape), [n_rows, 1], [1, ROWS.value], for_gluon=True),
          Tile(sums, list(sums_shape), list(sums_strides), [1, 1, ROWS.value, half], for_gluon=True),
          _tile(p, 7, dk, False, ROWS.value), _tile(p, 8, dv, False, ROWS.value), rows),
-        (p.batch, p.heads, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E), False,
+        (p.batch, p.heads, _HEADS_AT_ONCE, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E), False,
         (p.group, p.is_causal, _RING_DEPTH),
     )  # fmt: skip
     block_rows = MEMORY_BOUND.block_own
