@@ -79,6 +79,24 @@ def test_few_programs_and_those_that_would_wait_for_their_turns_make_two_passes(
 
 
 @pytest.mark.parametrize(
+    ("heads", "length", "at_once"),
+    [
+        (32, 32768, 4),  # of 512 steps, 33 programs that take turns
+        (32, 4096, 8),  # of 64 steps, 17; of four heads all 32 of them
+        (80, 1024, 32),  # of 16 steps, 5
+        (3, 16384, 3),
+        (14, 2048, 14),  # of 32 steps, 10; of eight heads all 16 of them
+        (13, 2048, None),
+        (33, 512, None),
+    ],
+)
+def test_backward_works_at_the_fewest_heads_that_take_few_turns(heads, length, at_once):
+    q = torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta")
+    problem = triton_launch.make_problem(q, q, True, 0.1, 0.0, H100)
+    assert hopper_plan._heads_at_once(problem, hopper_plan._ONE_PASS[128]) == at_once
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"gpu": A100}, {"head_dim": 32}, {"head_dim": 256}, {"length": 1024}, {"dtype": torch.float32},
@@ -137,9 +155,8 @@ def on_hopper(monkeypatch, request):
     monkeypatch.setattr(triton_plan, "wants_tma", lambda problem, is_backward: True)
     monkeypatch.setitem(hopper_plan._MIN_KEYS, 64, 1)
     monkeypatch.setattr(triton_plan, "choose_backward", two_passes)
-    monkeypatch.setattr(
-        hopper_plan, "_is_one_pass_worth_it", lambda *args: hopper_backward_kernel in request.param.kernels
-    )
+    heads_at_once = 2 if hopper_backward_kernel in request.param.kernels else None
+    monkeypatch.setattr(hopper_plan, "_heads_at_once", lambda *args: heads_at_once)
     gpu = triton_launch._gpu_of(torch.device("cuda", torch.cuda.current_device()))
     monkeypatch.setattr(triton_launch, "_gpu_of", lambda device: gpu._replace(n_sm=1))
     triton_launch._plans.clear()

@@ -55,9 +55,9 @@ def simulate(monkeypatch):
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan))
 
-    def choose(depth=None, one_pass=False, **options):
+    def choose(depth=None, heads_at_once=None, **options):
         triton_launch._plans.clear()
-        monkeypatch.setattr(hopper_plan, "_is_one_pass_worth_it", lambda *args: one_pass)
+        monkeypatch.setattr(hopper_plan, "_heads_at_once", lambda *args: heads_at_once)
         if depth is not None:
             monkeypatch.setattr(hopper_plan, "_RING_DEPTH", depth)
         for kernel in (hopper_forward_kernel, hopper_dq_kernel, hopper_backward_kernel):
@@ -98,10 +98,10 @@ def check(q, k, v, do, is_causal) -> tuple[Tensor, Tensor, Tensor]:
     return o, lse, dq
 
 
-def check_whoever_works_when(simulate, check, inputs, is_causal, **options) -> None:
+def check_whoever_works_when(simulate, check, inputs, is_causal, heads_at_once=(None, None, None)) -> None:
     runs = []
-    for seed, n_resident in RUNS:
-        simulate(**options, seed=seed, n_resident=n_resident)
+    for (seed, n_resident), at_once in zip(RUNS, heads_at_once, strict=True):
+        simulate(heads_at_once=at_once, seed=seed, n_resident=n_resident)
         runs.append(check(*inputs, is_causal))
     for x, *others in zip(*runs, strict=True):
         assert all(torch.equal(x, y) for y in others)
@@ -127,11 +127,11 @@ def test_results_are_right_and_the_same_whoever_works_when(simulate, shape, dtyp
     [
         ((1, 1, 1, 130, 517, 128), torch.bfloat16),
         ((1, 4, 1, 333, 70, 128), torch.float16),
-        ((2, 2, 1, 65, 200, 80), torch.bfloat16),
+        ((3, 2, 1, 65, 200, 80), torch.bfloat16),
     ],
 )
 def test_one_pass_is_right_and_the_same_whoever_works_when(simulate, shape, dtype, is_causal):
-    check_whoever_works_when(simulate, check_one_pass, draw(*shape, dtype), is_causal, one_pass=True)
+    check_whoever_works_when(simulate, check_one_pass, draw(*shape, dtype), is_causal, (1, 2, 3))
 
 
 def test_probabilities_of_keys_that_are_not_there_do_not_overflow(simulate):
@@ -151,7 +151,7 @@ def test_any_depth_and_narrow_heads(simulate, monkeypatch, depth):
     monkeypatch.setitem(hopper_plan._ONE_PASS, 64, hopper_plan._ONE_PASS[128])  # it runs, and gains nothing
     simulate(depth=depth)
     check(*draw(1, 2, 1, 100, 450, 64, torch.float16), True)
-    simulate(depth=depth, one_pass=True)
+    simulate(depth=depth, heads_at_once=1)
     check_one_pass(*draw(1, 2, 1, 300, 250, 64, torch.float16), True)
 
 
@@ -264,7 +264,7 @@ def test_a_fault_in_the_one_pass_is_reported(simulate, fault):
     q, k, v, do = draw(1, 1, 1, 320, 256, 128, torch.float16)
     lse = torch.zeros(q.shape[:-1])
     run = functools.partial(hopper_backward, do, q, k, v, q, lse, False, 0.1)
-    fails(simulate, run, hopper_backward_kernel, fault, one_pass=True)
+    fails(simulate, run, hopper_backward_kernel, fault, heads_at_once=2)
 
 
 @gluon.jit
@@ -369,5 +369,5 @@ def test_drawn_shapes(simulate, seed):
     n_resident, depth, is_causal = draw_from(1, 2, 3, 5), draw_from(2, 2, 3, 4), draw_from(False, True)
     simulate(seed=seed, n_resident=n_resident, depth=depth)
     check(*inputs, is_causal)
-    simulate(one_pass=True, seed=seed, n_resident=n_resident, depth=depth)
+    simulate(heads_at_once=draw_from(1, 2, 4), seed=seed, n_resident=n_resident, depth=depth)
     check_one_pass(*inputs, is_causal)

@@ -91,7 +91,7 @@ _FORWARD = {64: _config(3, 128), 128: _config(2, 128)}
 _DQ = {128: _config(N_CONSUMERS.value, 64)}
 _ONE_PASS = {128: _config(N_CONSUMERS.value, 64)}
 _MIN_KEYS = {64: 4096, 128: 1}  # of the forward pass
-_HEADS_AT_ONCE = 8
+_LEAST_HEADS_AT_ONCE = 4
 _STEPS_FOR_A_TURN = 3  # of a program, for each that takes turns with it
 
 
@@ -153,9 +153,10 @@ def with_hopper_backward(
     if name not in ("dq", "fused") or not needs_dq:
         return plan
     config = _ONE_PASS.get(p.block_d) if needs_dkdv else None
-    is_supported = config is not None and _is_supported(p, replaced, config, (do, q, k, v, dk, dv))
-    if is_supported and _is_one_pass_worth_it(p, config):
-        return _one_pass(plan, p, config, do, q, k, v, o, dq, dk, dv)
+    if config is not None and _is_supported(p, replaced, config, (do, q, k, v, dk, dv)):
+        heads_at_once = _heads_at_once(p, config)
+        if heads_at_once is not None:
+            return _one_pass(plan, p, config, heads_at_once, do, q, k, v, o, dq, dk, dv)
     config = _DQ.get(p.block_d)
     if config is None or name != "dq" or not _is_supported(p, replaced, config, (do, q, k, v, dq)):
         return plan
@@ -171,19 +172,27 @@ def with_hopper_backward(
     return plan._replace(steps=(*plan.steps[:-1], step), passes=(*plan.passes[:-1], ("dq", config)))
 
 
-def _is_one_pass_worth_it(problem: Problem, config: KernelConfig) -> bool:
-    """Whether its programs are enough, and wait little for their turns: of those that run at once, all that work at
-    one head add to each of its tiles of queries one after the other, and so the last is that many tiles behind."""
+def _heads_at_once(problem: Problem, config: KernelConfig) -> int | None:
+    """How many key/value heads one backward pass works at before the next ones: the fewest of whose programs each
+    waits little for its turns. None if it waits long with all heads at once, or if the programs are too few. Of those
+    that run at once, all that work at one head add to each of its tiles of queries one after the other, and so the
+    last is that many tiles behind."""
     p = problem
     key_tiles, heads = -(-p.n_keys // config.block_own), p.batch * p.heads // p.group
-    at_once = min(key_tiles, -(-p.gpu.n_sm // heads))
     steps = -(-p.n_queries // ROWS.value) * p.group
-    return key_tiles * heads >= p.gpu.n_sm and steps >= _STEPS_FOR_A_TURN * at_once
+    if key_tiles * heads < p.gpu.n_sm:
+        return None
+    at_once = min(_LEAST_HEADS_AT_ONCE, heads)
+    while steps < _STEPS_FOR_A_TURN * min(key_tiles, -(-p.gpu.n_sm // at_once)):
+        if at_once == heads:
+            return None
+        at_once = min(2 * at_once, heads)
+    return at_once
 
 
 def _one_pass(
-    plan: LaunchPlan, p: Problem, config: KernelConfig, do: Strides, q: Strides, k: Strides, v: Strides, o: Strides,
-    dq: Strides, dk: Strides, dv: Strides,
+    plan: LaunchPlan, p: Problem, config: KernelConfig, heads_at_once: int, do: Strides, q: Strides, k: Strides,
+    v: Strides, o: Strides, dq: Strides, dk: Strides, dv: Strides,
 ) -> LaunchPlan:  # fmt: skip
     rows, sums = 9, 10  # scratch
     batch_heads, n_rows = p.batch * p.heads, plan.scratch[0].shape[1]
@@ -198,7 +207,7 @@ def _one_pass(
          Tile(rows, list(rows_shape), [n_rows, 1], [1, ROWS.value], for_gluon=True),
          Tile(sums, list(sums_shape), list(sums_strides), [1, 1, ROWS.value, half], for_gluon=True),
          _tile(p, 7, dk, False, ROWS.value), _tile(p, 8, dv, False, ROWS.value), rows),
-        (p.batch, p.heads, _HEADS_AT_ONCE, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E), False,
+        (p.batch, p.heads, heads_at_once, p.n_queries, p.n_keys, n_rows, p.scale, p.scale * LOG2_E), False,
         (p.group, p.is_causal, _RING_DEPTH),
     )  # fmt: skip
     block_rows = MEMORY_BOUND.block_own
