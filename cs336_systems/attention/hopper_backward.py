@@ -22,9 +22,10 @@ Of other orders, with dK before the exchange, or the scores of the next step bef
 faster (547 TFLOP/s as it is, 535 and 529; 8 heads of 128, length 16,384, causal).
 
 Turns. A tile of dQ is written by key tile 0, and key tile n adds after n - 1 has: turns[tile] counts those that have.
-Programs start in the order of their numbers, key tiles ascending, so that none waits for one that cannot start; and
-heads fastest, so that those that take turns at one head are few. Each begins with the last queries: it is then one step
-behind the one before it, also under a causal mask, where programs grow shorter, and stays there.
+Programs start in the order of their numbers, key tiles ascending, so that none waits for one that cannot start; and, of
+a few heads at once, heads fastest, so that those that take turns at one head are few and the tiles that they share are
+still in the L2 cache. Each begins with the last queries: it is then one step behind the one before it, also under a
+causal mask, where programs grow shorter, and stays there.
 """
 
 import triton

@@ -9,17 +9,24 @@ length 16,384, ms:
 | flash_forward_kernel, flash_backward_kernel (Triton) | 1.02 | 1.70 | 1.33 |
 | hopper_forward_kernel, hopper_dq_kernel (Gluon) | 0.79 | 1.71 | 1.05 |
 
-Backward in one pass takes the place of two where its tiles of 128 keys are enough for all multiprocessors too. Whole
-backward pass, bfloat16, on an H200, in alternation, TFLOP/s; the last column adds dQ in any order:
+Backward in one pass takes the place of two where its tiles of 128 keys are enough for all multiprocessors too. It works
+at few heads at once, so that the tiles that their programs share are in the L2 cache (docs/attention.md has the bytes);
+with fewer than four, or more than a third as many programs at one head as each has steps, they wait for their turns.
+Whole backward pass, bfloat16, on an H200, in alternation, TFLOP/s by heads at once, (that which is chosen):
 
-| heads x length, head_dim 128 | two passes | one pass | one pass without turns |
-|---|---|---|---|
-| 8 x 16,384, causal | 530 | 547 | 566 |
-| 8 x 16,384 | 476 | 540 | 570 |
-| 8 x 65,536, causal | 482 | 563 | 581 |
-| 32 x 32,768, causal | 481 | 520 | 534 |
-| 4 sequences of 8 x 4,096, causal | 405 | 462 | 477 |
-| 1 x 65,536, causal | 481 | 554 | - |
+| heads x length, head_dim 128 | two passes | 1 | 2 | 4 | 8 | 16 | 32 | all |
+|---|---|---|---|---|---|---|---|---|
+| 32 x 32,768, causal | 478 | 569 | 563 | (561) | 550 | 539 | | 518 |
+| 32 x 32,768 | 475 | | 559 | ( ) | 536 | | | 327 |
+| 8 x 65,536, causal | 483 | 565 | 566 | (561) | | | | 555 |
+| 8 x 16,384, causal | 465 | 520 | 523 | (536) | | | | 530 |
+| 8 x 16,384 | 470 | 524 | 529 | (533) | | | | 530 |
+| 4 sequences of 8 x 4,096, causal | 394 | | 426 | 463 | (459) | 456 | | 448 |
+| 4 sequences of 32 x 4,096, causal | 421 | | | 482 | (474) | 473 | 457 | 321 |
+| 4 sequences of 20 x 1,024, causal | 273 | | | | 282 | 292 | (291) | 270 |
+
+Without turns, dQ added in any order, it is 3 to 6% faster (all heads at once, 8 x 16,384, causal: 547 and 566,
+without a mask 540 and 570; 32 x 32,768: 520 and 534).
 
 Shorter problems, for which Triton's is one pass too, take turns more often, and gain all the same. Steps of a program
 for each that takes turns with it, and TFLOP/s, not causal and causal:
