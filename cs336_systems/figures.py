@@ -29,11 +29,12 @@ def new_figure(columns: int = 1, rows: int = 1, width: float = 4.2, height: floa
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes the picture whole (the ending names the format), and lets its memory go. Raises NotWritten."""
+    """Writes the picture whole (the ending names the format), labels that stand out of it too, and lets its memory go.
+    Raises NotWritten."""
     import matplotlib.pyplot as plt
 
     figure.tight_layout()
     content = io.BytesIO()
-    figure.savefig(content, format=path.suffix[1:], dpi=130)
+    figure.savefig(content, format=path.suffix[1:], dpi=130, bbox_inches="tight")
     plt.close(figure)
     write_atomically(path, content.getvalue())

@@ -213,11 +213,11 @@ def plot_all_reduce(rows: Sequence[AllReduceRow], fits: Sequence[AllReduceFit], 
         for fit in fits:
             if fit.world_size == world_size:
                 line = [1e3 * fit.cost().time_s(size * BYTES_PER_MB) for size in sizes]
-                time_axis.plot(sizes, line, "--", color=colour, label="fit o + s/w")
+                time_axis.plot(sizes, line, "--", color=colour, label=f"fit o + s/w, {world_size} ranks")
     for axis, title in ((time_axis, "median ms, slowest rank"), (bandwidth_axis, "bus bandwidth, GB/s")):
         axis.set_xscale("log")
         axis.set_xlabel("buffer, MB (float32)")
         axis.set_ylabel(title)
     time_axis.set_yscale("log")
-    time_axis.legend(frameon=False, fontsize=7)
+    time_axis.legend(frameon=False, fontsize=7, loc="lower right")  # times grow: the corner is empty
     save_figure(figure, path)

@@ -95,7 +95,8 @@ def plot_attention(rows: Sequence[AttentionBenchmarkRow], path: Path) -> None:
             axis.set_title(f"head_dim {head_dim}", fontsize=9)
             _label_lengths(axis, rows)
     axes[0][0].set_ylabel("ms: forward, backward dotted")
-    axes[1][0].set_ylabel("GiB before backward; grey: formula")
+    is_measured = any(row.memory_before_backward_gib is not None for row in rows)
+    axes[1][0].set_ylabel("GiB before backward" + ("; grey: formula" if is_measured else ", by formula"))
     _legend(axes)
     save_figure(figure, path)
 

@@ -124,7 +124,8 @@ def plot_checkpointing(rows: Sequence[CheckpointRow], path: Path, capacity_gib: 
     if capacity_gib:
         memory_axis.axhline(capacity_gib, color="#999999", linewidth=0.8)
     memory_axis.set_ylim(bottom=0)
-    memory_axis.set_ylabel("peak GiB; lines: formula")
+    is_measured = any(row.peak_memory_gib is not None for row in rows)
+    memory_axis.set_ylabel("peak GiB; lines: formula" if is_measured else "peak GiB, by formula")
     time_axis.set_ylabel("ms a step")
     time_axis.set_ylim(bottom=0)
     for axis in (memory_axis, time_axis):

@@ -117,7 +117,7 @@ def plot_bucket_sizes(rows: Sequence[DataParallelRow], path: Path) -> None:
                 axis.plot(sizes, [row.predicted_overhead_ms for row in group], "--", color="black", label="model")
         axis.set_xscale("log")
         axis.set_xlabel("bucket, MB")
-        axis.set_ylabel("median step over the one without communication, ms")
+        axis.set_ylabel("median step over that\nwithout communication, ms")
         axis.set_title(f"{panel[0]}, {panel[1]} ranks")
         axis.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     save_figure(figure, path)
