@@ -12,7 +12,15 @@ from cs336_systems.provenance import count_gpus, may_have_gpu
 from tests.script_helpers import ROOT, assert_help_needs_no_torch, refused_without_torch
 
 # The flags, and what is said of them: a value that cannot be, and some that don't go together.
+WIDE = "--d-model 512 --num-heads 1 --attention flash-pytorch"
+TOO_WIDE = "--attention flash-pytorch: takes heads of at most 256, and d_model / num_heads is 512"
+CUSTOM = "--size custom --d-ff 64 --num-layers 1"
 REFUSED = [
+    ("accounting", WIDE, TOO_WIDE),
+    ("benchmark", f"{CUSTOM} {WIDE}", TOO_WIDE),
+    ("benchmark", f"{CUSTOM} --d-model 16384 --num-heads 64 --kernels fused", "--kernels fused: takes a d_model of at"),
+    ("train", f"{CUSTOM} {WIDE}", TOO_WIDE),
+    ("train", f"{CUSTOM} --d-model 4096 --num-heads 2 --kernels fused", "--kernels fused: takes heads of at most 1024"),
     ("accounting", "--size nope", "--size nope: must be one of tiny"),
     ("accounting", "--handout --size xl", "--size xl: is not of the exercise"),
     ("all_reduce_benchmark", "--device cpu --sizes-mb 0", "--sizes-mb 0.0: must be at least one float32"),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cs336_systems.configs import Precision, check, check_choices, check_device
+from cs336_systems.configs import MAX_HEAD_DIM, Precision, check, check_choices, check_device
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,6 @@ PeerName = Literal[
 EagerPeerName = Literal[
     "flash-triton", "flash-hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "naive", "flash-pytorch"
 ]
-
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)

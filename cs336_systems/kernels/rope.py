@@ -18,11 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.configs import MAX_ROPE_HEAD_DIM
 from cs336_systems.kernels.support import check_device, check_tensors, launch, operator, tl, triton
 
 _TILE = 1024  # elements of a head that a program holds at a time
 _HEADS_A_PROGRAM = 4  # share the cosines and sines that a program reads
-MAX_HEAD_DIM = 1024
 
 
 @triton.jit
@@ -154,10 +154,10 @@ def rope(
     Raises:
         ValueError: shapes, dtypes or devices that don't fit together, more positions than cos has, or no Triton here.
     """
-    if x.ndim != 4 or not 2 <= x.shape[3] <= MAX_HEAD_DIM or x.shape[3] % 2:
+    if x.ndim != 4 or not 2 <= x.shape[3] <= MAX_ROPE_HEAD_DIM or x.shape[3] % 2:
         raise ValueError(
             f"rope: x is {tuple(x.shape)}; it must be (batch, heads, seq, head_dim) with an even head_dim from 2 to "
-            f"{MAX_HEAD_DIM}"
+            f"{MAX_ROPE_HEAD_DIM}"
         )
     batch, _, seq, head_dim = x.shape
     for name, table in (("cos", cos), ("sin", sin)):

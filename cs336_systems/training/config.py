@@ -26,6 +26,7 @@ from cs336_systems.configs import (
     check_choice,
     check_choices,
     check_ignored,
+    check_widths,
 )
 
 Parallel = Literal["none", "ddp", "bucketed", "fsdp"]
@@ -223,7 +224,8 @@ class TrainConfig(TrainArguments):
                 check(value is not None, name, value, f"--size custom needs it (with {', '.join(_SHAPE)})")
             else:
                 check(value is None, name, value, f"goes with --size custom; {self.size!r} has its own")
-        self.model_config()  # refuses hyperparameters that do not fit each other
+        model = self.model_config()  # refuses hyperparameters that do not fit each other
+        check_widths(self, model, self.attention, self.kernels)
 
     @property
     def is_text(self) -> bool:
