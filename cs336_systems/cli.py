@@ -42,6 +42,9 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
                 kind, defaults = explained(arguments)
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
+            for name, values in read.items():
+                if values == ():  # `--only $STEPS` of a variable that is not set is not all of them
+                    fail(f"{name}=(): needs at least one value")
             return arguments(**read)
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends

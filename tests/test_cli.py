@@ -328,6 +328,23 @@ def test_arguments_that_are_not_given_keep_their_default(run_script, monkeypatch
     assert parse(Chosen, "") == Chosen("x", "c", ("b", "a"), 3, True)
 
 
+@dataclass(frozen=True)
+class _Lists:
+    sizes: tuple[int, ...] = ()
+    names: tuple[str, ...] | None = None
+    ctx: tuple[int, ...] = (256,)
+
+
+@pytest.mark.parametrize("name", ["sizes", "names", "ctx"])
+def test_a_flag_without_values_does_not_mean_all(run_script, monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["x.py", f"--{name}"])
+    with pytest.raises(SystemExit, match="2"):
+        parse(_Lists, "")
+    assert capsys.readouterr().err == f"error: --{name}: needs at least one value\n"
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    assert parse(_Lists, "") == _Lists()
+
+
 def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):
     """As libraries do that try what they can import."""
     (tmp_path / "greedy.py").write_text(
