@@ -17,6 +17,8 @@ from typing import Any, NoReturn, TypeVar
 Arguments = TypeVar("Arguments")
 
 _AFTER_AN_IMPORT_S = 0.05
+_FLAGS = {"context_length": "ctx"}  # the scripts' names of what the package names otherwise
+_without_flag: set[str] = set()  # of the script's arguments
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
@@ -27,7 +29,7 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     sys.excepthook = partial(_in_a_line, is_resumable)
     import tyro
 
-    from cs336_systems.help_text import explained, wide_enough, wrapped
+    from cs336_systems.help_text import explained, wide_enough, without_flag, wrapped
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -40,6 +42,7 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
                 if {"-h", "--help"} & set(sys.argv[1:]):
                     print(wrapped(description or ""), end="\n\n")
                 kind, defaults = explained(arguments)
+                _without_flag.update(without_flag(arguments))
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
             for name, values in read.items():
@@ -141,12 +144,15 @@ def fail(message: str) -> NoReturn:
 
 
 def as_flag(message: str) -> str:
-    """A message that names an argument, e.g. `ctx=0: must be at least 1`, as one of a flag, `--ctx 0: must be …`."""
-    flag = re.match(r"(\w+)=('[^']*'|\(\)|\S+): ", message)
-    if flag:
-        value = "" if flag[2] == "None" else flag[2].strip("'()")
-        return f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
-    return message
+    """A message that names an argument, e.g. `ctx=0: must be at least 1`, as one of what is typed: `--ctx 0: must be
+    at least 1`, `--no-profile: …` of `profile=False`, and without dashes where there is no flag."""
+    given = re.match(r"""(\w+)=('[^']*'|"[^"]*"|\(\)|\S+): """, message)
+    if not given:
+        return message
+    name, value = _FLAGS.get(given[1], given[1]), given[2]
+    flag = name if name in _without_flag else f"--{'no-' if value == 'False' else ''}{name.replace('_', '-')}"
+    value = "" if value in ("None", "True", "False") else value.strip("'\"()")
+    return f"{flag}{' ' if value else ''}{value}: {message[given.end() :]}"
 
 
 def show(text: str) -> None:

@@ -83,6 +83,14 @@ def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
     return TypedDict(arguments.__name__, fields), defaults  # ty: ignore[invalid-argument-type]
 
 
+def without_flag(arguments: Any) -> list[str]:
+    """The names of a dataclass's fields that are given by their place alone."""
+    import tyro
+
+    hints = get_type_hints(arguments, include_extras=True)
+    return [name for name, hint in hints.items() if tyro.conf.Positional in getattr(hint, "__metadata__", ())]
+
+
 def _sizes() -> str:
     """The sizes' names, each with its layers and d_model: "tiny (2 layers, d_model 128), small (12, 768), …"."""
     (first, size), *others = MODEL_SIZES.items()

@@ -41,7 +41,7 @@ def main() -> None:
             machine = machine_here() if arguments.machine == "auto" else arguments.machine
             planned = plan(machine, arguments.results, steps)
             if not arguments.dry_run:
-                check_writable(arguments.results)
+                check_writable(arguments.results, "results")
         show(plan_table(planned))
         if arguments.dry_run:
             return

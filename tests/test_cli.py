@@ -16,8 +16,8 @@ from typing import Literal
 
 import pytest
 
-from cs336_systems import resuming
-from cs336_systems.cli import command_line, parse
+from cs336_systems import cli, resuming
+from cs336_systems.cli import as_flag, command_line, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -326,6 +326,24 @@ def test_arguments_that_are_not_given_keep_their_default(run_script, monkeypatch
     given = ["--one", "c", "--several", "b", "a", "--number", "3", "--flag"]
     monkeypatch.setattr(sys, "argv", ["x.py", "--required", "x", *given])
     assert parse(Chosen, "") == Chosen("x", "c", ("b", "a"), 3, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("batch_size=0: must be at least 1", "--batch-size 0: must be at least 1"),
+        ("context_length=0: must be at least 1", "--ctx 0: must be at least 1"),
+        ("cold_caches=True: goes with", "--cold-caches: goes with"),
+        ("loss_scaling=False: only fp16", "--no-loss-scaling: only fp16"),
+        ("data=None: is not there", "--data: is not there"),
+        ("""command="a 'b": has a quote""", "--command a 'b: has a quote"),
+        ("reports='a b': is no report", "reports a b: is no report"),
+        ("no argument: 3", "no argument: 3"),
+    ],
+)
+def test_a_message_names_what_was_typed(monkeypatch, message, typed):
+    monkeypatch.setattr(cli, "_without_flag", {"reports"})
+    assert as_flag(message) == typed
 
 
 @dataclass(frozen=True)

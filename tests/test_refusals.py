@@ -17,6 +17,7 @@ TOO_WIDE = "--attention flash-pytorch: takes heads of at most 256, and d_model /
 CUSTOM = "--size custom --d-ff 64 --num-layers 1"
 REFUSED = [
     ("accounting", WIDE, TOO_WIDE),
+    ("accounting", "--ctx 0", "--ctx 0: must be between 1"),
     ("benchmark", f"{CUSTOM} {WIDE}", TOO_WIDE),
     ("benchmark", f"{CUSTOM} --d-model 16384 --num-heads 64 --kernels fused", "--kernels fused: takes a d_model of at"),
     ("train", f"{CUSTOM} {WIDE}", TOO_WIDE),
@@ -27,8 +28,10 @@ REFUSED = [
     ("all_reduce_benchmark", "--device cpu --max-ctas 4", "--max-ctas 4: is an option of NCCL's"),
     ("all_reduce_benchmark", "--device cpu --processes", "--processes: needs at least one value"),
     ("all_reduce_benchmark", "--device cpu --processes 0", "--processes 0: must be at least 1"),
+    ("analyze_nsys", "", "error: reports: needs at least one value"),
     ("analyze_nsys", "report.sqlite --steps 3", "--steps 3: goes with --trim"),
     ("attention_benchmark", "--head-dim 0", "--head-dim 0: must be from 1 to 256"),
+    ("benchmark", "--device cpu --cold-caches", "--cold-caches: goes with what is compiled"),
     ("benchmark", "--ctx 0", "--ctx 0: must be between 1"),
     ("benchmark", "--master-weights on", "--master-weights on: needs precision='bf16'"),
     ("checkpointing", "--ctx 0", "--ctx 0: must be between 1"),
@@ -57,6 +60,7 @@ REFUSED = [
     ("profile_memory", "--snapshot a.pickle --size tiny", "--size tiny: is of what is recorded"),
     ("profile_nsys", "--ctx 0", "--ctx 0: must be between 1"),
     ("reproduce", "--only nope", "--only nope"),
+    ("reproduce", "--results /dev/null --only all_reduce", "--results /dev/null: must be a folder"),
     ("reproduce", "--only", "--only: needs at least one value"),
     ("saved_tensors", "--ctx 0", "--ctx 0: must be between 1"),
     ("scaling_benchmark", "--device cpu --size nope", "--size nope: must be one of tiny"),
@@ -64,6 +68,7 @@ REFUSED = [
     ("sharded_optimizer_benchmark", "--device cpu --precision bf16 --ctx 0", "--ctx 0: must be between 1"),
     ("submit_sweep", "--command scripts/train.py --vary", "--vary: needs at least one value"),
     ("submit_sweep", "--command scripts/train.py --cluster local --partition gpu", "--partition gpu: is of Slurm"),
+    ("train", "--no-loss-scaling", "--no-loss-scaling: only fp16 scales the loss"),
     ("train", "--ctx 0", "--ctx 0: must be at least 1"),
 ]
 # Those without a flag that only some values suit.
@@ -106,6 +111,13 @@ def test_a_gpu_that_is_not_here_is_refused_without_torch(script: str, tmp_path: 
 def test_what_no_cpu_can_is_refused_without_torch(script: str, tmp_path: Path) -> None:
     shown = refused_without_torch(script, "--precision", "tf32", "--out", str(tmp_path))
     assert "error: --precision tf32: is a mode of NVIDIA's tensor cores, and device='cpu'" in shown
+
+
+@WITHOUT_GPUS
+def test_what_depends_on_the_size_is_that_of_a_cpus_own(tmp_path: Path) -> None:
+    """tiny has 2 blocks, and small, a GPU's, 12."""
+    shown = refused_without_torch("profile_memory", "--checkpoint-every", "99", "--out", str(tmp_path))
+    assert "--checkpoint-every 99: must be between 1 and 2, the model's blocks" in shown
 
 
 @WITHOUT_GPUS

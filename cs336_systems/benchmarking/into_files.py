@@ -171,9 +171,13 @@ def check_without_torch(make_cells: Callable[[str], object], device: str) -> Non
 
     Raises ValueError, also as `make_cells(device)` does.
     """
-    make_cells("cuda" if device == "auto" else device)
+    may_be_gpu = may_have_gpu()
+    if device == "auto":
+        make_cells("cuda" if may_be_gpu else "cpu")
+        return
+    make_cells(device)
     check_cpu_alone(device)
-    if not may_have_gpu():
+    if not may_be_gpu:
         make_cells("cpu")
 
 
