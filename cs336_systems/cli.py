@@ -27,6 +27,7 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     # First of all, so that Ctrl-C is a line as early as can be.
     is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
     sys.excepthook = partial(_in_a_line, is_resumable)
+    _open_closed_streams()
     import tyro
 
     from cs336_systems.help_text import explained, wide_enough, without_flag, wrapped
@@ -55,6 +56,18 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     except BrokenPipeError:
         _leave_standard_output()
         raise SystemExit(0) from None
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the shell has closed (`2>&-`) is None in Python, and its number would be that of the next
+    file that is opened: both are of one that takes everything and keeps nothing."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # the lowest that is free: `number`, or standard input's
+            if nowhere < number:
+                nowhere = os.dup2(nowhere, number)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", errors="replace"))
 
 
 def _registry() -> Any:

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -201,6 +202,43 @@ def test_a_result_that_nobody_reads_is_no_error():
     run = subprocess.run([sys.executable, script], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "status", "shown"),
+    [
+        ("", "2>&-", 0, "### Parameters"),
+        ("--ctx 0", "2>&-", 2, ""),
+        ("--help", "2>&-", 0, "usage: "),
+        ("", ">&-", 0, ""),
+        ("--help", ">&-", 0, ""),
+        ("--ctx 0", ">&-", 2, "error: --ctx 0: must be"),
+    ],
+)
+def test_a_stream_that_is_closed_is_no_error(words, closed, status, shown):
+    command = f"{shlex.quote(sys.executable)} scripts/accounting.py {words} {closed}"
+    run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == status
+    assert shown in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_the_number_of_a_closed_stream_is_not_that_of_a_file_of_ours(tmp_path):
+    """Into which libraries and children would write their messages."""
+    code = """
+        import os, sys
+        from dataclasses import make_dataclass
+        from cs336_systems.cli import parse
+        file = sys.argv.pop()
+        parse(make_dataclass("Arguments", []), "")
+        kept = open(file, "w")
+        os.write(2, b"a message")
+        print(sys.stderr.isatty(), os.get_inheritable(2))
+    """
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(textwrap.dedent(code))} {tmp_path}/rows 2>&-"
+    run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "False True\n"
+    assert (tmp_path / "rows").read_text() == ""
 
 
 def test_results_are_printed_by_show():
