@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -22,8 +23,9 @@ _without_flag: set[str] = set()  # of the script's arguments
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
-def parse(arguments: type[Arguments], description: str | None) -> Arguments:
-    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
+def parse(arguments: type[Arguments], description: str | None, may_be_infinite: Collection[str] = ()) -> Arguments:
+    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import. Numbers are
+    finite but for arguments that `may_be_infinite`."""
     # First of all, so that Ctrl-C is a line as early as can be.
     is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
     sys.excepthook = partial(_in_a_line, is_resumable)
@@ -47,8 +49,7 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
             for name, values in read.items():
-                if values == ():  # `--only $STEPS` of a variable that is not set is not all of them
-                    fail(f"{name}=(): needs at least one value")
+                _check_values(name, values, name in may_be_infinite)
             return arguments(**read)
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
@@ -56,6 +57,14 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     except BrokenPipeError:
         _leave_standard_output()
         raise SystemExit(0) from None
+
+
+def _check_values(name: str, values: Any, may_be_infinite: bool) -> None:
+    if values == ():  # `--only $STEPS` of a variable that is not set is not all of them
+        fail(f"{name}=(): needs at least one value")
+    for value in values if isinstance(values, tuple) else (values,):
+        if isinstance(value, float) and not (math.isfinite(value) or (may_be_infinite and value == math.inf)):
+            fail(f"{name}={value}: must be a finite number{', or inf' if may_be_infinite else ''}")
 
 
 def _open_closed_streams() -> None:

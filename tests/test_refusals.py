@@ -17,6 +17,7 @@ TOO_WIDE = "--attention flash-pytorch: takes heads of at most 256, and d_model /
 CUSTOM = "--size custom --d-ff 64 --num-layers 1"
 REFUSED = [
     ("accounting", WIDE, TOO_WIDE),
+    ("accounting", "--bandwidth-gb-per-s inf", "--bandwidth-gb-per-s inf: must be a finite number"),
     ("accounting", "--ctx 0", "--ctx 0: must be between 1"),
     ("benchmark", f"{CUSTOM} {WIDE}", TOO_WIDE),
     ("benchmark", f"{CUSTOM} --d-model 16384 --num-heads 64 --kernels fused", "--kernels fused: takes a d_model of at"),
@@ -26,6 +27,7 @@ REFUSED = [
     ("accounting", "--handout --size xl", "--size xl: is not of the exercise"),
     ("all_reduce_benchmark", "--device cpu --sizes-mb 0", "--sizes-mb 0.0: must be at least one float32"),
     ("all_reduce_benchmark", "--device cpu --max-ctas 4", "--max-ctas 4: is an option of NCCL's"),
+    ("all_reduce_benchmark", "--device cpu --sizes-mb 1 nan", "--sizes-mb nan: must be a finite number"),
     ("all_reduce_benchmark", "--device cpu --processes", "--processes: needs at least one value"),
     ("all_reduce_benchmark", "--device cpu --processes 0", "--processes 0: must be at least 1"),
     ("analyze_nsys", "", "error: reports: needs at least one value"),
@@ -68,6 +70,10 @@ REFUSED = [
     ("sharded_optimizer_benchmark", "--device cpu --precision bf16 --ctx 0", "--ctx 0: must be between 1"),
     ("submit_sweep", "--command scripts/train.py --vary", "--vary: needs at least one value"),
     ("submit_sweep", "--command scripts/train.py --cluster local --partition gpu", "--partition gpu: is of Slurm"),
+    ("train", "--learning-rate 1e300", "--learning-rate 1e+300: must be above 0 and at most 3.4028234663852886e+38,"),
+    ("train", "--weight-decay 1e39", "--weight-decay 1e+39: must be between 0 and 3.4028234663852886e+38,"),
+    ("train", "--weight-decay inf", "--weight-decay inf: must be a finite number"),
+    ("train", "--clip-norm nan", "--clip-norm nan: must be a finite number, or inf"),
     ("train", "--no-loss-scaling", "--no-loss-scaling: only fp16 scales the loss"),
     ("train", "--ctx 0", "--ctx 0: must be at least 1"),
 ]
