@@ -13,7 +13,7 @@ from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cell
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.feasibility import check_memory, missing_here
-from cs336_systems.files import check_writable
+from cs336_systems.files import check_writable, write_atomically
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
@@ -34,7 +34,7 @@ def run_kernels(
     out: Path,
     **parameters: Any,
 ) -> Analysis:
-    """Profiles the cell and writes what `write_analyses` does, and the trace as <cell>.json.gz, under `out`.
+    """Profiles the cell and writes the trace as <cell>.json.gz, and what `write_analyses` does, under `out`.
 
     Bad input ends the program with status 2 before anything is built, running out of memory with status 1.
     """
@@ -83,9 +83,10 @@ def run_kernels(
         print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(1) from None
     results.timing_ends()
+    trace = out / f"{name}.json.gz"
+    write_atomically(trace, gzip.compress(json.dumps(recorded).encode("utf-8")))
     analysis = analyze(read_torch_trace(recorded, name), row)
-    show(write_analyses({name: analysis}, [], results, top))
-    with gzip.open(out / f"{name}.json.gz", "wt", encoding="utf-8") as file:
-        json.dump(recorded, file)
+    kept = f"the trace is whole, and scripts/analyze_nsys.py reads it: {trace}"
+    show(write_analyses({name: analysis}, [], results, top, kept))
     print(f"Answers, rows, kernels, trace, tables and picture: {out}/", file=sys.stderr)
     return analysis
