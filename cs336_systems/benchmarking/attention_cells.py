@@ -33,6 +33,17 @@ EagerPeerName = Literal[
 ]
 
 
+# Those that have no backward pass, or nothing at all, elsewhere.
+CUDA_ONLY = ("sdpa-cudnn", "sdpa-efficient", "flex")
+# The project's own, by their names in attention/implementations.py.
+OURS = {"flash-triton": "triton", "flash-hopper": "hopper", "flash-pytorch": "pytorch"}
+
+
+def cuda_only(name: str, device: str) -> str:
+    """Why one of `CUDA_ONLY` does not run on another device."""
+    return f"{name} runs on NVIDIA GPUs, and the device is {device}"
+
+
 @dataclass(frozen=True)
 class AttentionCell:
     """Which attention runs on what: the parameters that all three benchmarks have.
@@ -51,6 +62,21 @@ class AttentionCell:
     is_causal: bool = True
     device: str = "cpu"
     seed: int = 0
+
+    def missing_here(self) -> str:
+        """The implementation, and what is missing to run it on the cell's device; "" where nothing is known to be.
+        Imports torch."""
+        import torch
+
+        from cs336_systems.attention.implementations import IMPLEMENTATIONS
+
+        missing = None
+        if self.implementation in CUDA_ONLY and not self.device.startswith("cuda"):
+            missing = cuda_only(self.implementation, self.device)
+        elif self.implementation in OURS:
+            implementation = IMPLEMENTATIONS[OURS[self.implementation]]
+            missing = implementation.why_not(torch.device(self.device), torch_dtype(self.precision))
+        return f"implementation={self.implementation!r}: {missing}" if missing else ""
 
     def __post_init__(self) -> None:
         check_choices(self)
