@@ -120,9 +120,10 @@ def test_what_no_cpu_can_is_refused_without_torch(script: str, tmp_path: Path) -
 
 
 @WITHOUT_GPUS
-def test_what_depends_on_the_size_is_that_of_a_cpus_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["profile_memory", "profile_kernels"])
+def test_what_depends_on_the_size_is_that_of_a_cpus_own(script: str, tmp_path: Path) -> None:
     """tiny has 2 blocks, and small, a GPU's, 12."""
-    shown = refused_without_torch("profile_memory", "--checkpoint-every", "99", "--out", str(tmp_path))
+    shown = refused_without_torch(script, "--checkpoint-every", "99", "--out", str(tmp_path))
     assert "--checkpoint-every 99: must be between 1 and 2, the model's blocks" in shown
 
 

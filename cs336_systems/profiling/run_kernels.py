@@ -18,7 +18,7 @@ from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
 from cs336_systems.progress import progress
-from cs336_systems.provenance import may_have_gpu
+from cs336_systems.provenance import check_without_torch
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import check_read
 
@@ -47,11 +47,8 @@ def run_kernels(
 
     with refusing_bad_input():
         check(top >= 1, "top", top, "must be at least 1")
-        make_cell("cuda" if device == "auto" else device)
+        check_without_torch(make_cell, device)
         check_writable(out)
-        if not may_have_gpu():
-            check(device in ("auto", "cpu"), "device", device, "is not on this machine")
-            make_cell("cpu")
         import torch
 
         from cs336_systems.cpu_load import with_cpu_load
