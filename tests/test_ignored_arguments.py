@@ -58,7 +58,7 @@ NO_BACKWARD = "--checkpoint-every 1: goes with --mode forward-backward or train-
         (
             "submit_sweep",
             "--command x --cluster local --partition p",
-            "--partition p: is of Slurm; --cluster local",
+            "--partition p: is of Slurm; jobs on this machine",
         ),
         ("ddp_benchmark", "--implementation naive --bucket-size-mb 1 2", "--bucket-size-mb 1.0 2.0: goes with"),
         ("ddp_benchmark", "--implementation torch-ddp --comm-dtype bf16", "--comm-dtype bf16: goes with"),
