@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
@@ -17,17 +18,21 @@ from typing import Any, NoReturn, TypeVar
 Arguments = TypeVar("Arguments")
 
 _AFTER_AN_IMPORT_S = 0.05
+_FLAGS = {"context_length": "ctx"}  # the scripts' names of what the package names otherwise
+_without_flag: set[str] = set()  # of the script's arguments
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
-def parse(arguments: type[Arguments], description: str | None) -> Arguments:
-    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
+def parse(arguments: type[Arguments], description: str | None, may_be_infinite: Collection[str] = ()) -> Arguments:
+    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import. Numbers are
+    finite but for arguments that `may_be_infinite`."""
     # First of all, so that Ctrl-C is a line as early as can be.
     is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
     sys.excepthook = partial(_in_a_line, is_resumable)
+    _open_closed_streams()
     import tyro
 
-    from cs336_systems.help_text import explained, wide_enough, wrapped
+    from cs336_systems.help_text import explained, wide_enough, without_flag, wrapped
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -40,8 +45,11 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
                 if {"-h", "--help"} & set(sys.argv[1:]):
                     print(wrapped(description or ""), end="\n\n")
                 kind, defaults = explained(arguments)
+                _without_flag.update(without_flag(arguments))
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
+            for name, values in read.items():
+                _check_values(name, values, name in may_be_infinite)
             return arguments(**read)
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
@@ -49,6 +57,26 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     except BrokenPipeError:
         _leave_standard_output()
         raise SystemExit(0) from None
+
+
+def _check_values(name: str, values: Any, may_be_infinite: bool) -> None:
+    if values == ():  # `--only $STEPS` of a variable that is not set is not all of them
+        fail(f"{name}=(): needs at least one value")
+    for value in values if isinstance(values, tuple) else (values,):
+        if isinstance(value, float) and not (math.isfinite(value) or (may_be_infinite and value == math.inf)):
+            fail(f"{name}={value}: must be a finite number{', or inf' if may_be_infinite else ''}")
+
+
+def _open_closed_streams() -> None:
+    """A standard stream that the shell has closed (`2>&-`) is None in Python, and its number would be that of the next
+    file that is opened: both are of one that takes everything and keeps nothing."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # the lowest that is free: `number`, or standard input's
+            if nowhere < number:
+                nowhere = os.dup2(nowhere, number)
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", errors="replace"))
 
 
 def _registry() -> Any:
@@ -138,12 +166,15 @@ def fail(message: str) -> NoReturn:
 
 
 def as_flag(message: str) -> str:
-    """A message that names an argument, e.g. `ctx=0: must be at least 1`, as one of a flag, `--ctx 0: must be …`."""
-    flag = re.match(r"(\w+)=('[^']*'|\(\)|\S+): ", message)
-    if flag:
-        value = "" if flag[2] == "None" else flag[2].strip("'()")
-        return f"--{flag[1].replace('_', '-')}{' ' if value else ''}{value}: {message[flag.end() :]}"
-    return message
+    """A message that names an argument, e.g. `ctx=0: must be at least 1`, as one of what is typed: `--ctx 0: must be
+    at least 1`, `--no-profile: …` of `profile=False`, and without dashes where there is no flag."""
+    given = re.match(r"""(\w+)=('[^']*'|"[^"]*"|\(\)|\S+): """, message)
+    if not given:
+        return message
+    name, value = _FLAGS.get(given[1], given[1]), given[2]
+    flag = name if name in _without_flag else f"--{'no-' if value == 'False' else ''}{name.replace('_', '-')}"
+    value = "" if value in ("None", "True", "False") else value.strip("'\"()")
+    return f"{flag}{' ' if value else ''}{value}: {message[given.end() :]}"
 
 
 def show(text: str) -> None:

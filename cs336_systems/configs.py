@@ -25,6 +25,11 @@ LARGEST = 2**31 - 1
 
 ATTENTION_NAMES: tuple[str, ...] = get_args(Attention)
 
+# What the parts of a model take at most; they refuse more themselves.
+MAX_HEAD_DIM = 256  # every attention but naive
+MAX_ROPE_HEAD_DIM = 1024  # the fused kernels
+MAX_NORM_WIDTH = 2**13
+
 
 def check(condition: bool, name: str, value: object, allowed: str) -> None:
     """Raises ValueError, naming the argument, its value and what is allowed, unless `condition` holds."""
@@ -130,6 +135,20 @@ class ModelConfig:
         return self.d_model // self.num_heads
 
 
+def check_widths(cell: object, model: ModelConfig, attention: str, kernels: str = "plain") -> None:
+    """Raises Incompatible, as `check_together`, where the attention or the kernels do not take heads or rows as wide as
+    the model's."""
+    of_heads = f"and d_model / num_heads is {model.head_dim}"
+    fits = attention == "naive" or model.head_dim <= MAX_HEAD_DIM
+    takes = f"takes heads of at most {MAX_HEAD_DIM}, {of_heads}; naive takes any"
+    check_together(cell, fits, "attention", attention, takes)
+    if kernels == "fused":
+        takes = f"takes heads of at most {MAX_ROPE_HEAD_DIM}, {of_heads}; plain and loss take any"
+        check_together(cell, model.head_dim <= MAX_ROPE_HEAD_DIM, "kernels", kernels, takes)
+        takes = f"takes a d_model of at most {MAX_NORM_WIDTH}, and it is {model.d_model}; plain and loss take any"
+        check_together(cell, model.d_model <= MAX_NORM_WIDTH, "kernels", kernels, takes)
+
+
 # Handout, both editions: section 1.1 (2025) names small … 2.7b; 2026 calls 2.7b "xl" and adds 10b. 8b is the 2026
 # leaderboard's model. `tiny` is this project's own, to run in seconds on a laptop's CPU.
 MODEL_SIZES: dict[str, ModelConfig] = {
@@ -198,6 +217,7 @@ class BenchmarkCell:
         self._check_together()
 
     def _check_together(self) -> None:
+        check_widths(self, self.model_config(), self.attention, self.kernels)
         check_together(
             self,
             self.precision != "fp16" or self.device != "mps",

@@ -65,11 +65,10 @@ class HasMemoryOptions(Protocol):
 def missing_here(cell: BenchmarkCell) -> str:
     """For a cell whose attention or kernels cannot run on its device: the parameter, its value, why not, and what can
     run; "" for others. Imports torch, and asks a card what it is."""
-    from cs336_systems.attention.model_attention import why_not
-    from cs336_systems.workload import why_kernels_not
+    from cs336_systems.workload import why_attention_not, why_kernels_not
 
-    if missing := why_not(cell.attention, cell.device):
-        possible = [name for name in ATTENTION_NAMES if why_not(name, cell.device) is None]
+    if missing := why_attention_not(cell.attention, cell.device, cell.precision):
+        possible = [name for name in ATTENTION_NAMES if why_attention_not(name, cell.device, cell.precision) is None]
         return f"attention={cell.attention!r}: {missing}. On {cell.device} these run: {', '.join(possible)}"
     if missing := why_kernels_not(cell.kernels, cell.device):
         return f"kernels={cell.kernels!r}: {missing}. On {cell.device} this runs: plain"

@@ -18,8 +18,8 @@ class NotWritten(OSError):
         return f"cannot write {self.filename}: {self.strerror}. Make room, and run it again."
 
 
-def check_writable(directory: Path) -> None:
-    """Makes the directory, and raises ValueError, naming it, if no file can be written there."""
+def check_writable(directory: Path, name: str = "out") -> None:
+    """Makes the directory, and raises ValueError, naming it and the argument, if no file can be written there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -28,7 +28,7 @@ def check_writable(directory: Path) -> None:
         file = next((path for path in (directory, *directory.parents) if os.path.isfile(path)), None)
         which = "it" if file == directory else file
         why = error.strerror if file is None else f"{which} is a file"
-        raise ValueError(f"out={str(directory)!r}: must be a folder that can be written to ({why})") from error
+        raise ValueError(f"{name}={str(directory)!r}: must be a folder that can be written to ({why})") from error
 
 
 @contextmanager

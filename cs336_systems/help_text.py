@@ -53,8 +53,9 @@ def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
     """A TypedDict of a dataclass's fields, with what tyro is to say of each, and the defaults that are not None.
 
     The last sentence of a field's docstring, where it is "Default: …", stands in the place of a default of None or (),
-    which say nothing by themselves. A field whose default is None is there only if it is given: tyro would take `None`
-    for one of its values, and name it among them. Where all sizes of models are listed, each is said to be what it is.
+    which say nothing by themselves. A field with such a default is there only if it is given: tyro would take `None`
+    for one of its values, and name it among them, and `--only` without a value would be no `--only`. Where all sizes of
+    models are listed, each is said to be what it is.
     """
     import tyro
 
@@ -67,18 +68,27 @@ def explained(arguments: Any) -> tuple[Any, dict[str, Any]]:
         text = text.replace(", ".join(MODEL_SIZES), _sizes())
         options: dict[str, Any] = {"help": text.strip() or None}
         hint: Any = hints[field.name]
-        if field.default is None or field.default == ():
+        is_chosen_later = field.default is None or field.default == ()
+        if is_chosen_later:
             options["help_behavior_hint"] = f"(default: {default.removesuffix('.')})" if default else ""
             options["metavar"] = _metavar(bare[field.name])
         if field.default is None:
             hint = _without_none(hint)
         elif field.default is dataclasses.MISSING:
             options["help_behavior_hint"] = "(required)"
-        else:
+        elif not is_chosen_later:
             defaults[field.name] = field.default
         hint = Annotated[hint, tyro.conf.arg(**options)]
-        fields[field.name] = NotRequired[hint] if field.default is None else hint
+        fields[field.name] = NotRequired[hint] if is_chosen_later else hint
     return TypedDict(arguments.__name__, fields), defaults  # ty: ignore[invalid-argument-type]
+
+
+def without_flag(arguments: Any) -> list[str]:
+    """The names of a dataclass's fields that are given by their place alone."""
+    import tyro
+
+    hints = get_type_hints(arguments, include_extras=True)
+    return [name for name, hint in hints.items() if tyro.conf.Positional in getattr(hint, "__metadata__", ())]
 
 
 def _sizes() -> str:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,6 +86,22 @@ def check_cpu_alone(device: str) -> None:
     """Raises ValueError for a device that is none of a CPU's, where there is certainly no GPU; without torch."""
     allowed = may_have_gpu() or device in ("auto", "cpu")
     check(allowed, "device", device, "is not on this machine; it has cpu")
+
+
+def check_without_torch(make_cells: Callable[[str], object], device: str) -> None:
+    """Refuses what can be told before torch is imported, which takes seconds: cells that can never be, and, where there
+    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one.
+
+    Raises ValueError, also as `make_cells(device)` does.
+    """
+    may_be_gpu = may_have_gpu()
+    if device == "auto":
+        make_cells("cuda" if may_be_gpu else "cpu")
+        return
+    make_cells(device)
+    check_cpu_alone(device)
+    if not may_be_gpu:
+        make_cells("cpu")
 
 
 def devices_here() -> list[str]:

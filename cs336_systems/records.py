@@ -20,6 +20,7 @@ from cs336_systems.files import check_writable, lock_folder, write_atomically
 from cs336_systems.provenance import Provenance
 from cs336_systems.reasons import list_in_latex, list_in_markdown, measured_first, number_reasons
 from cs336_systems.resuming import run_begins
+from cs336_systems.row_values import check_values
 from cs336_systems.signals import signals_waiting
 
 
@@ -236,7 +237,8 @@ def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance
     """Reads what a ResultsFile wrote: the runs, the rows, and each row's run.
 
     A column that the file lacks takes its default: the file is from before that parameter was there. Raises ValueError,
-    naming the file, where it is not such a file, lacks a column that has no default, or has one that `row_type` lacks.
+    naming the file, where it is not such a file, lacks a column that has no default, or has one that `row_type` lacks,
+    or a value in it that is none of the column's.
     """
     path = Path(path)
     try:
@@ -246,10 +248,12 @@ def read_results(path: str | Path, row_type: type[Row]) -> tuple[list[Provenance
         columns = fields(row_type)  # ty: ignore[invalid-argument-type]
         names = {column.name for column in columns}
         needed = {column.name for column in columns if column.default is MISSING}
-        for row in document["rows"]:
+        rows = []
+        for number, row in enumerate(document["rows"], start=1):
             if wrong := set(row) - names | needed - set(row):
                 raise ValueError(f"columns differ by {sorted(wrong)}")
-        rows = [row_type(**row) for row in document["rows"]]
+            check_values(row_type, row, f"row {number}, ")
+            rows.append(row_type(**row))
         if wrong := set(run_of_row) - set(range(len(runs))):
             raise ValueError(f"it has {len(runs)} runs, and rows of run {min(wrong)}")
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:

@@ -23,7 +23,7 @@ from cs336_systems.configs import BenchmarkCell
 from cs336_systems.cuda_graphs import GraphedPhases, Phase
 from cs336_systems.records import Unsupported
 
-_AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Workload:
@@ -58,7 +58,7 @@ class Workload:
             torch.cuda.set_device(self.device)
         torch.manual_seed(cell.seed)
         torch.set_float32_matmul_precision("high" if cell.precision == "tf32" else "highest")
-        select_attention(cell.attention, self.device)
+        select_attention(cell.attention, self.device, cell.precision)
         check_kernels(cell.kernels, self.device)
         config = cell.model_config()
         self.model = build_model(config, self.device, cell.kernels)
@@ -69,7 +69,7 @@ class Workload:
         if cell.mode == "train-step":
             self.optimizer = build_optimizer(cell.optimizer, self.model, cell.kernels)
         if cell.master_weights == "on":
-            round_matrices(self.model, self.optimizer, _AUTOCAST_DTYPE[cell.precision])
+            round_matrices(self.model, self.optimizer, AUTOCAST_DTYPE[cell.precision])
         scaled = cell.precision == "fp16" and cell.mode == "train-step"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=scaled)
         self.loss: Float[Tensor, ""] | None = None
@@ -84,7 +84,7 @@ class Workload:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Mixed precision for forward and loss; nothing in float32."""
-        dtype = _AUTOCAST_DTYPE.get(self.cell.precision)
+        dtype = AUTOCAST_DTYPE.get(self.cell.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def step(self, phase: Phase) -> None:
@@ -184,9 +184,14 @@ def compile_model(model: BasicsTransformerLM, how: str) -> None:
             block.compile()
 
 
-def select_attention(name: str, device: torch.device) -> None:
-    """`set_attention`; raises Unsupported where it cannot run on the device."""
-    missing = why_not(name, device)
+def why_attention_not(name: str, device: torch.device | str, precision: str) -> str | None:
+    """What is missing to run the model with this attention on a device, in the precision; None where it can run."""
+    return why_not(name, device, AUTOCAST_DTYPE.get(precision, torch.float32))
+
+
+def select_attention(name: str, device: torch.device, precision: str) -> None:
+    """`set_attention`; raises Unsupported where it cannot run on the device in the precision."""
+    missing = why_attention_not(name, device, precision)
     if missing is not None:
         raise Unsupported(f"attention {name!r}: {missing}")
     set_attention(name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cs336_systems.accounting.training_memory import Sharding
 from cs336_systems.cli import parse, refusing_bad_input, show
-from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check_choice, check_ignored
+from cs336_systems.configs import MODEL_SIZES, Attention, Precision, check_choice, check_ignored, check_widths
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def main() -> None:
         check_choice("size", size, MODEL_SIZES)
         given = {name: value for name, value in shape.items() if value is not None}
         config = replace(MODEL_SIZES[size], context_length=ctx, **given)
+        check_widths(arguments, config, arguments.attention)
         report = model_report(config, context_length=ctx, **options)
     show(report)
 

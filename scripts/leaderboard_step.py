@@ -36,8 +36,8 @@ class Arguments:
     precision: Literal["bf16", "fp32"] | None = None
     """Dtype of parameters, gradients and AdamW's moments. Default: bf16 on GPUs and fp32 on a CPU."""
     memory_gib: float | None = None
-    """What the plan may use of each card. On a CPU everything is kept. Default: 95% of what other processes leave of
-    it."""
+    """What the plan may use of each card, or for each rank on a CPU. Default: 95% of what other processes leave of a
+    card, and any amount on a CPU."""
     kept_blocks: tuple[int, ...] = ()
     """Numbers of blocks that keep all that backward needs, in the plan's place, and for both implementations. Default:
     the plan's."""

@@ -31,7 +31,7 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.benchmarking.reproduce import machine_here, plan, plan_table, run_plan, run_script
+    from cs336_systems.benchmarking.reproduce import check_machine, machine_here, plan, plan_table, run_plan, run_script
     from cs336_systems.benchmarking.reproduce_steps import STEPS, step_named
     from cs336_systems.files import check_writable
 
@@ -41,7 +41,9 @@ def main() -> None:
             machine = machine_here() if arguments.machine == "auto" else arguments.machine
             planned = plan(machine, arguments.results, steps)
             if not arguments.dry_run:
-                check_writable(arguments.results)
+                if arguments.machine != "auto":
+                    check_machine(machine)
+                check_writable(arguments.results, "results")
         show(plan_table(planned))
         if arguments.dry_run:
             return

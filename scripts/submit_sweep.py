@@ -5,7 +5,7 @@
     python scripts/submit_sweep.py --cluster local --wait --command "scripts/benchmark.py --size tiny" \\
         --vary "--ctx 64 --out out/ctx64" "--ctx 128 --out out/ctx128"
 
-Needs submitit: pip install "cs336-systems[slurm]". With --tasks-per-node above 1, or several nodes, srun starts the
+Needs submitit (`uv sync --extra slurm`). With --tasks-per-node above 1, or several nodes, srun starts the
 ranks; otherwise each script spawns its own.
 """
 
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cs336_systems.cli import fail, parse, refusing_bad_input, show
-from cs336_systems.configs import check_ignored
+from cs336_systems.cli import fail, parse, refusing_bad_input, show, tell
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,26 @@ def main() -> None:
 
     options = dict(vars(arguments))
     command, vary, folder, cluster, wait = (options.pop(n) for n in ("command", "vary", "folder", "cluster", "wait"))
-    commands = [shlex.split(f"{command} {more}") for more in vary]
     with refusing_bad_input():
-        if cluster == "local":
-            check_ignored(arguments, {"partition"}, "is of Slurm; --cluster local has none")
+        commands = [_words("command", command) + _words("vary", more) for more in vary]
         try:
             jobs = submit_commands(commands, folder, cluster=None if cluster == "auto" else cluster, **options)
         except ModuleNotFoundError as error:
             fail(str(error))
     for job, words in zip(jobs, commands, strict=True):
         show(f"{job.job_id}: {shlex.join(words)}  (log: {job.paths.stdout})")
-    if wait:
-        wait_for(jobs)
+    failed = wait_for(jobs) if wait else []
+    for line in failed:
+        tell(f"error: {line}")
+    if failed:
+        raise SystemExit(1)
+
+
+def _words(name: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text.strip()!r}: cannot be read as a shell's words ({error})") from error
 
 
 if __name__ == "__main__":

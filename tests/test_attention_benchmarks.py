@@ -168,6 +168,13 @@ def test_the_leaderboards_rules_are_the_defaults():
         ("attention_benchmark", ["--warmup", "-1"], "--warmup -1: must be 0 or more"),
         ("attention_benchmark", ["--compile"], "--compile: needs at least one value"),
         ("attention_benchmark", ["--implementation", "flex"], "invalid choice 'flex'"),
+        (
+            "attention_benchmark",
+            ["--implementation", "sdpa-cudnn", "flash-hopper"],
+            "--implementation sdpa-cudnn: sdpa-",
+        ),
+        ("flash_benchmark", ["--implementation", "flash-hopper"], "--implementation flash-hopper: its kernels are for"),
+        ("leaderboard_attention", ["--implementation", "flex"], "--implementation flex: flex runs on NVIDIA GPUs, and"),
         ("leaderboard_attention", ["--heads", "0"], "--heads 0: must be at least 1"),
         ("leaderboard_attention", ["--rep-ms", "0"], "--rep-ms 0: must be at least 1"),
         ("leaderboard_attention", ["--implementation"], "--implementation: needs at least one value"),

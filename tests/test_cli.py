@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from typing import Literal
 
 import pytest
 
-from cs336_systems import resuming
-from cs336_systems.cli import command_line, parse
+from cs336_systems import cli, resuming
+from cs336_systems.cli import as_flag, command_line, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -203,6 +204,43 @@ def test_a_result_that_nobody_reads_is_no_error():
     assert (run.returncode, run.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "closed", "status", "shown"),
+    [
+        ("", "2>&-", 0, "### Parameters"),
+        ("--ctx 0", "2>&-", 2, ""),
+        ("--help", "2>&-", 0, "usage: "),
+        ("", ">&-", 0, ""),
+        ("--help", ">&-", 0, ""),
+        ("--ctx 0", ">&-", 2, "error: --ctx 0: must be"),
+    ],
+)
+def test_a_stream_that_is_closed_is_no_error(words, closed, status, shown):
+    command = f"{shlex.quote(sys.executable)} scripts/accounting.py {words} {closed}"
+    run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == status
+    assert shown in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_the_number_of_a_closed_stream_is_not_that_of_a_file_of_ours(tmp_path):
+    """Into which libraries and children would write their messages."""
+    code = """
+        import os, sys
+        from dataclasses import make_dataclass
+        from cs336_systems.cli import parse
+        file = sys.argv.pop()
+        parse(make_dataclass("Arguments", []), "")
+        kept = open(file, "w")
+        os.write(2, b"a message")
+        print(sys.stderr.isatty(), os.get_inheritable(2))
+    """
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(textwrap.dedent(code))} {tmp_path}/rows 2>&-"
+    run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "False True\n"
+    assert (tmp_path / "rows").read_text() == ""
+
+
 def test_results_are_printed_by_show():
     """Which a reader that has gone, or a full disk, does not end with a traceback."""
     for path in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "cs336_systems").rglob("*.py")]:
@@ -326,6 +364,41 @@ def test_arguments_that_are_not_given_keep_their_default(run_script, monkeypatch
     given = ["--one", "c", "--several", "b", "a", "--number", "3", "--flag"]
     monkeypatch.setattr(sys, "argv", ["x.py", "--required", "x", *given])
     assert parse(Chosen, "") == Chosen("x", "c", ("b", "a"), 3, True)
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("batch_size=0: must be at least 1", "--batch-size 0: must be at least 1"),
+        ("context_length=0: must be at least 1", "--ctx 0: must be at least 1"),
+        ("cold_caches=True: goes with", "--cold-caches: goes with"),
+        ("loss_scaling=False: only fp16", "--no-loss-scaling: only fp16"),
+        ("data=None: is not there", "--data: is not there"),
+        ("""command="a 'b": has a quote""", "--command a 'b: has a quote"),
+        ("reports='a b': is no report", "reports a b: is no report"),
+        ("no argument: 3", "no argument: 3"),
+    ],
+)
+def test_a_message_names_what_was_typed(monkeypatch, message, typed):
+    monkeypatch.setattr(cli, "_without_flag", {"reports"})
+    assert as_flag(message) == typed
+
+
+@dataclass(frozen=True)
+class _Lists:
+    sizes: tuple[int, ...] = ()
+    names: tuple[str, ...] | None = None
+    ctx: tuple[int, ...] = (256,)
+
+
+@pytest.mark.parametrize("name", ["sizes", "names", "ctx"])
+def test_a_flag_without_values_does_not_mean_all(run_script, monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", ["x.py", f"--{name}"])
+    with pytest.raises(SystemExit, match="2"):
+        parse(_Lists, "")
+    assert capsys.readouterr().err == f"error: --{name}: needs at least one value\n"
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    assert parse(_Lists, "") == _Lists()
 
 
 def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):

@@ -1,5 +1,6 @@
 """What is refused or told before any work: an attention that cannot run here, and models too large for a CPU."""
 
+import re
 import signal
 import sys
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ import pytest
 from cs336_systems import feasibility
 from cs336_systems.accounting.memory_plan import predict_memory
 from cs336_systems.accounting.training_memory import step_peak_bytes, training_memory
+from cs336_systems.attention import implementations
 from cs336_systems.benchmarking import rank_sweep
 from cs336_systems.benchmarking.before_work import does_not_fit
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
@@ -43,6 +45,18 @@ def test_what_a_cpu_lacks_is_named_with_what_runs_there():
     message = missing_here(cells[1])
     assert message.startswith("attention='flash-hopper': its kernels are for")
     assert message.endswith("On cpu these run: naive, sdpa, flash-pytorch") or "flash-triton" in message
+
+
+def test_the_precision_in_which_an_attention_runs_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(implementations, "_TRITON_IS_INSTALLED", True)
+    monkeypatch.setattr(implementations, "_TRITON_IS_INTERPRETED", True)
+    said = r"attention='flash-triton': Triton's interpreter multiplies bfloat16 wrongly"
+    assert missing_here(named_cell("tiny", 16, precision="fp16", attention="flash-triton")) == ""
+    assert re.match(said, missing_here(named_cell("tiny", 16, precision="bf16", attention="flash-triton")))
+    with pytest.raises(ValueError, match=said):
+        rank_sweep.check_attention("flash-triton", "cpu", ("fp32", "bf16"))
+    with pytest.raises(ValueError, match=said):
+        check_run(make_config(tmp_path, precision="bf16", attention="flash-triton", device="cpu"))
 
 
 def test_a_model_that_takes_more_than_the_machine_has_is_told_by_formula(eight_gib):

@@ -27,7 +27,7 @@ NO_BACKWARD = "--checkpoint-every 1: goes with --mode forward-backward or train-
             "--mode forward --kernels loss",
             "--kernels loss: is of loss and optimizer",
         ),
-        ("benchmark", "--cold-caches", "--cold-caches True: goes with what is compiled: --compile on or blocks"),
+        ("benchmark", "--cold-caches", "--cold-caches: goes with what is compiled: --compile on or blocks"),
         ("profile_memory", "--mode forward --optimizer adamw-fused", NO_OPTIMIZER),
         ("profile_memory", "--mode forward --checkpoint-every 1", NO_BACKWARD),
         (
@@ -39,10 +39,10 @@ NO_BACKWARD = "--checkpoint-every 1: goes with --mode forward-backward or train-
         ("profile_kernels", "--mode forward --optimizer adamw-fused", NO_OPTIMIZER),
         ("profile_nsys", "--dry-run --mode forward --optimizer adamw-fused", NO_OPTIMIZER),
         ("profile_nsys", "--dry-run --top 3", "--top 3: goes without --dry-run, whose commands do not depend"),
-        ("profile_nsys", "--dry-run --resume", "--resume True: goes without --dry-run, whose commands do not"),
+        ("profile_nsys", "--dry-run --resume", "--resume: goes without --dry-run, whose commands do not"),
         ("mixed_precision", "--mode forward-backward --optimizer adamw-fused", NO_OPTIMIZER),
         ("mixed_precision", "--part dtypes layer-norm --size small", "--size small: goes with --part benchmark"),
-        ("mixed_precision", "--part accumulation --resume", "--resume True: goes with --part benchmark"),
+        ("mixed_precision", "--part accumulation --resume", "--resume: goes with --part benchmark"),
         ("checkpointing", "--part nested --ctx 8", "--ctx 8: goes with --part model"),
         ("checkpointing", "--part model --layers 4 8", "--layers 4 8: goes with --part nested"),
         ("analyze_nsys", "x --steps 2", "--steps 2: goes with --trim"),
@@ -58,7 +58,7 @@ NO_BACKWARD = "--checkpoint-every 1: goes with --mode forward-backward or train-
         (
             "submit_sweep",
             "--command x --cluster local --partition p",
-            "--partition p: is of Slurm; --cluster local",
+            "--partition p: is of Slurm; jobs on this machine",
         ),
         ("ddp_benchmark", "--implementation naive --bucket-size-mb 1 2", "--bucket-size-mb 1.0 2.0: goes with"),
         ("ddp_benchmark", "--implementation torch-ddp --comm-dtype bf16", "--comm-dtype bf16: goes with"),
@@ -118,7 +118,7 @@ def test_what_a_dry_run_would_not_show_is_refused(run_script, tmp_path, monkeypa
         status, shown, errors = run_script(script, "--dry-run", *words)
         if name in ("resume", "top"):
             assert (status, shown) == (2, "")
-            assert errors.startswith(f"error: {flag} {value}: goes without --dry-run")
+            assert errors.startswith(f"error: {' '.join(words)}: goes without --dry-run")
         else:
             assert status == 0, errors
             assert shown != plain, name

@@ -1,6 +1,7 @@
 """The kernels' benchmark: its cells, that all implementations of a cell do the same work, and its files."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed here (it exists fo
 
 from cs336_systems.attention import implementations
 from cs336_systems.benchmarking import kernel_peers
+from cs336_systems.benchmarking.before_work import without_missing
 from cs336_systems.benchmarking.kernel_benchmark import (
     KernelCell,
     KernelMeasure,
@@ -141,6 +143,27 @@ def test_where_the_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(implementations, "_TRITON_IS_INTERPRETED", False)
     with pytest.raises(Unsupported, match="TRITON_INTERPRET=1"):
         make_work(_cell("rope", "fused"))
+    assert _cell("rope", "eager").missing_here() == ""
+    assert _cell("rope", "fused").missing_here().startswith("implementation='fused': Triton compiles for GPUs, and")
+
+
+@pytest.mark.parametrize(("missing", "why"), [(("", "b"), ""), (("a", "b"), "a")])
+def test_a_sweep_of_which_nothing_can_run_is_refused(missing, why):
+    """What only some of its cells lack is their rows' reason."""
+    cells = [_Cell(text) for text in missing]
+    if why:
+        with pytest.raises(ValueError, match=r"^a$"):
+            without_missing(cells)
+    else:
+        assert without_missing(cells) == cells
+
+
+@dataclass(frozen=True)
+class _Cell:
+    missing: str
+
+    def missing_here(self) -> str:
+        return self.missing
 
 
 def test_tables_have_a_line_for_each_pass_and_a_column_for_each_implementation(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cs336_systems.files import NotWritten
 from cs336_systems.profiling.run_kernels import run_kernels
 from tests.profile_helpers import CELL, analyze
 from tests.script_helpers import ScriptProcess
@@ -51,6 +54,36 @@ def test_kernels_of_a_cell_that_cannot_be(tmp_path: Path, capsys: pytest.Capture
             run_kernels("python scripts/profile_kernels.py", **arguments)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("n_written", [0, 1])
+def test_a_full_disk_keeps_the_trace_or_says_that_nothing_is_kept(tmp_path, monkeypatch, capsys, n_written):
+    """The first file is the trace, which the others are made of; what is kept of it is whole."""
+    made: list[str] = []
+
+    def replace(temporary: Any, path: Any) -> None:
+        if len(made) >= n_written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(Path(path).name)
+        moved(temporary, path)
+
+    moved = os.replace
+    monkeypatch.setattr("cs336_systems.files.os.replace", replace)
+    what: dict[str, Any] = CELL | {"device": "cpu", "mode": "forward", "precision": "fp32", "checkpoint_every": 0}
+    out = tmp_path / "out"
+    with pytest.raises((SystemExit, NotWritten)) as stopped:
+        run_kernels("python", size="tiny", ctx=16, benchmark=None, top=5, out=out, **what)
+    trace = out / "tiny-ctx16-forward-fp32.json.gz"
+    told = capsys.readouterr().err
+    if n_written == 0:
+        assert str(trace) in str(getattr(stopped.value, "in_a_line", ""))
+        assert "whole" not in told
+        assert [path.name for path in out.iterdir()] == []
+    else:
+        assert stopped.value.args == (1,)
+        assert f"{os.strerror(errno.ENOSPC)}; the trace is whole, and scripts/analyze_nsys.py reads it: {trace}" in told
+        monkeypatch.undo()
+        analyze(trace, out=tmp_path / "again", top=5)
 
 
 def test_a_cpu_is_not_asked_for_its_gpus_aloud(tmp_path):

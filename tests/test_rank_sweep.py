@@ -251,7 +251,7 @@ def test_a_run_resumes_only_its_own_workload(ranks: Ranks, run_script: Callable[
         (["--ctx", 16], "its rows have ctx 8, and this run 16; name another --out"),
         (["--ctx", 8, "--processes", 1, "--batch-size", 3], "its rows have batch_size 4 on 2 ranks"),
         (["--ctx", 8, "--timeout-s", 0.5], "--timeout-s 0.5: must be between 1 and 1000000"),
-        (["--ctx", 8, "--timeout-s", "inf"], "--timeout-s inf: must be between 1 and 1000000"),
+        (["--ctx", 8, "--timeout-s", 1e7], "--timeout-s 10000000.0: must be between 1 and 1000000"),
     ):
         status, _, errors = run_script("fsdp_benchmark", *arguments, *changed, "--resume")
         assert status == 2
@@ -270,7 +270,7 @@ def test_a_run_resumes_only_its_own_workload(ranks: Ranks, run_script: Callable[
     assert "is not a JSON object" in errors
 
 
-@pytest.mark.parametrize("value", ["1e30", "inf", "nan", "0"])
+@pytest.mark.parametrize("value", ["1e30", "1e300", "-1", "0"])
 def test_sizes_that_no_buffer_has_are_refused_by_their_flags(
     value: str, run_script: Callable[..., Any], tmp_path: Path
 ) -> None:

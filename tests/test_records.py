@@ -7,7 +7,8 @@ import json
 import os
 import re
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import pytest
 
@@ -22,6 +23,13 @@ class _Row:
     name: str
     size: int
     time_ms: float | None
+
+
+@dataclass(frozen=True)
+class _Checked(_Row):
+    status: str = "ok"
+    unit: Literal["m", "s"] = "m"
+    error: float | None = None
 
 
 def test_statistics():
@@ -84,6 +92,41 @@ def test_what_is_no_results_file_is_named(tmp_path, content):
     path.mkdir() if content is None else path.write_text(content)
     with pytest.raises(ValueError, match=r"bench\.json: not a results file of _Row rows"):
         read_results(path, _Row)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"time_ms": [1.0]}, r"time_ms=\[1.0\]: must be a number or null"),
+        ({"time_ms": "abc"}, "time_ms='abc': must be a number or null"),
+        ({"time_ms": True}, "time_ms=True: must be a number or null"),
+        ({"time_ms": float("inf")}, "time_ms=inf: must be a finite number"),
+        ({"size": 1.5}, "size=1.5: must be a whole number"),
+        ({"name": 3}, "name=3: must be a text"),
+        ({"size": None}, "size=None: must be a whole number"),
+        ({"status": 7}, "status=7: must be one of ok, oom, killed"),
+        ({"unit": "km"}, "unit='km': must be one of m, s"),
+    ],
+)
+def test_a_value_that_is_none_of_its_columns_is_named_with_its_row(tmp_path, changed, said):
+    path = tmp_path / "bench.json"
+    good = {"run": 0, "name": "a", "size": 1, "time_ms": 2}
+    path.write_text(json.dumps({"runs": [asdict(RUN)], "rows": [good, {**good, **changed}]}))
+    with pytest.raises(ValueError, match=rf"bench\.json: not a results file of _Checked rows \(row 2, {said}"):
+        ResultsFile(tmp_path, "bench", _Checked, RUN, resume=True)
+
+
+def test_what_was_not_measured_has_no_values(tmp_path):
+    path = tmp_path / "bench.json"
+    lost = {"run": 0, "name": "a", "size": None, "time_ms": None, "status": "oom", "error": None}
+    measured = {
+        **lost,
+        "size": 1,
+        "status": "ok",
+        "error": float("nan"),
+    }  # not every number that is one of none is damage
+    path.write_text(json.dumps({"runs": [asdict(RUN)], "rows": [lost, measured]}))
+    assert [row.status for row in read_results(path, _Checked)[1]] == ["oom", "ok"]
 
 
 def test_what_a_killed_run_left_half_written_goes(tmp_path):

@@ -266,3 +266,22 @@ def test_the_script_skips_what_is_done_and_writes_the_report(tmp_path, run_scrip
     assert status == 0
     assert "0 of 1 steps to run" in shown
     assert "Not measured yet." in (tmp_path / "REPORT.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "why"),
+    [
+        ("gpu", "cpu", "this machine has no GPU; --dry-run shows the commands"),
+        ("gpus", "cpu", "this machine has no GPU; --dry-run shows the commands"),
+        ("gpus", "gpu", "this machine has one GPU; --dry-run shows the commands"),
+        ("gpu", "gpus", ""),
+        ("gpu", "gpu", ""),
+        ("cpu", "gpus", ""),
+    ],
+)
+def test_more_gpus_than_are_here_are_refused(tmp_path, monkeypatch, run_script, asked, here, why):
+    monkeypatch.setattr(reproduce, "machine_here", lambda: here)
+    monkeypatch.setattr(reproduce, "run_plan", lambda *_: [])
+    status, _, told = run_script("reproduce", "--machine", asked, "--only", "checkpointing", "--results", tmp_path)
+    assert status == (2 if why else 0)
+    assert not why or told == f"error: --machine {asked}: {why}\n"

@@ -49,6 +49,25 @@ def test_positions(dtype, device):
     check(x, 50, torch.arange(5, 10, device=device).to(dtype))
 
 
+@pytest.mark.parametrize("outside", [-1, 8, -(2**40), 2**40])
+def test_a_position_out_of_range_reads_nothing(outside, device, monkeypatch):
+    """Not what lies beside the cosines: NaN, of the token at that position only, in both directions."""
+    x = torch.randn(1, 2, 4, 6, device=device, requires_grad=True)
+    embedding = RotaryEmbedding(9, 6, device=device)
+    cos, sin = embedding.cos[:8], embedding.sin[:8]  # behind them in memory lies a ninth
+    positions = torch.tensor([3, outside, 0, 7], device=device)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=rf"rope: a position is {outside}; cos and sin have those from 0 to 7"):
+            rope(x, cos, sin, positions)
+        monkeypatch.setattr(module, "_check_range", lambda *_: None)
+    y = rope(x, cos, sin, positions)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    for turned in (y, dx):
+        assert turned.isnan().all(dim=-1).tolist() == [[[False, True, False, False]] * 2]
+        assert turned.isnan().any(dim=-1).tolist() == [[[False, True, False, False]] * 2]
+    check(x.detach(), 8, positions.clamp(0, 7))
+
+
 def test_offsets_pass_2_to_the_31(device, monkeypatch):
     rows, embedding = rows_far_apart(monkeypatch, device, 8), RotaryEmbedding(3, 8, device=device)
     monkeypatch.setattr(torch, "empty_like", lambda x: x.new_empty(x.shape))  # not laid out like x

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from cs336_systems.distributed import submission
 from cs336_systems.distributed.submission import run_command, submit_commands, wait_for
 
 
@@ -21,6 +22,7 @@ def test_a_sweep_runs_as_local_jobs(tmp_path: Path) -> None:
     assert [job.result() for job in jobs[:2]] == ["cell 1\n", "cell 2\n"]
     with pytest.raises(Exception, match="ended with status 1:\nno such cell"):
         jobs[2].result()
+    assert wait_for(jobs) == [f"{jobs[2].job_id} failed: no such cell  (log: {jobs[2].paths.stdout})"]
     assert "cell 1" in jobs[0].stdout()
 
 
@@ -33,8 +35,9 @@ def test_a_benchmark_runs_as_a_local_job(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "all_reduce.json").exists()
 
 
-def test_what_a_slurm_job_is_given(tmp_path: Path) -> None:
+def test_what_a_slurm_job_is_given(tmp_path: Path, monkeypatch) -> None:
     """Without a cluster: submitit is replaced by a recorder."""
+    monkeypatch.setattr(submission.shutil, "which", lambda name: f"/usr/bin/{name}")
     submitit = mock.MagicMock()
     with mock.patch.dict(sys.modules, {"submitit": submitit}):
         submit_commands(
@@ -64,12 +67,54 @@ def test_a_command_that_fails_raises_with_its_last_lines(tmp_path: Path) -> None
 
 
 def test_bad_submissions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"commands=\[\]: must be at least one"):
+    with pytest.raises(ValueError, match="commands='': must be at least one"):
         submit_commands([], tmp_path)
     with pytest.raises(ValueError, match="nodes=0: must be at least 1"):
         submit_commands([["a.py"]], tmp_path, nodes=0)
-    with mock.patch.dict(sys.modules, {"submitit": None}), pytest.raises(ModuleNotFoundError, match=r"\[slurm\]"):
+    with mock.patch.dict(sys.modules, {"submitit": None}), pytest.raises(ModuleNotFoundError, match="--extra slurm"):
         submit_commands([["a.py"]], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "slurm"], "--cluster slurm: needs Slurm, whose srun is not on the PATH"),
+        (["--nodes", "2"], "--nodes 2: is of Slurm; jobs on this machine have one node"),
+        (["--partition", "a"], "--partition a: is of Slurm; jobs on this machine have none"),
+        (["--cpus-per-task", "0"], "--cpus-per-task 0: must be at least 1"),
+        (["--folder", __file__], f"--folder {__file__}: must be a folder that can be written to (it is a file)"),
+        (["--vary", "--out 'a b"], "--vary --out 'a b: cannot be read as a shell's words (No closing quotation)"),
+        (["--command", ""], "--command: must be a script and its arguments"),
+        (["--command", "  "], "--command: must be a script and its arguments"),
+    ],
+)
+def test_what_cannot_be_submitted_here_is_a_line(monkeypatch, run_script, words, said):
+    pytest.importorskip("submitit", reason="needs submitit, the optional extra 'slurm'")
+    monkeypatch.setattr(submission.shutil, "which", lambda name: None)
+    assert run_script("submit_sweep", "--command", "a.py", *words) == (2, "", f"error: {said}\n")
+
+
+def test_every_job_that_failed_is_told_of(monkeypatch, run_script, clock):
+    def job(number: int, error: Exception | None) -> mock.MagicMock:
+        made = mock.MagicMock(job_id=f"{number}")
+        made.paths.stdout = f"{number}.log"
+        made.result.side_effect = error
+        return made
+
+    submitits = (
+        "Job (task=0) failed during processing with trace:\n----\nTraceback (most recent call last):\n"
+        "RuntimeError: a.py ended with status 2:\nerror: --ctx 0: must be at least 1\n\n----\n"
+        "You can check full logs with 'job.stderr(0)'or at paths:\n  - 0.err\n  - 0.log"
+    )
+    errors = [RuntimeError(submitits), None, ValueError()]
+    jobs = [job(number, error) for number, error in enumerate(errors)]
+    monkeypatch.setattr(submission, "submit_commands", lambda *_, **__: jobs)
+    status, _, told = run_script("submit_sweep", "--wait", "--command", "a.py", "--vary", "1", "2", "3")
+    assert status == 1
+    assert told.splitlines()[-2:] == [
+        "error: 0 failed: error: --ctx 0: must be at least 1  (log: 0.log)",
+        "error: 2 failed: ValueError  (log: 2.log)",
+    ]
 
 
 def test_the_scripts_own_example_is_understood(monkeypatch, run_script):
@@ -132,10 +177,8 @@ def test_what_the_readme_submits_runs_here(tmp_path, monkeypatch, run_script):
     assert all((tmp_path / "out" / folder / "benchmark.json").exists() for folder in ("ctx64", "ctx128"))
 
 
-def test_waiting_ends_with_the_last_job_and_tells_of_one_that_failed(monkeypatch, clock):
+def test_waiting_ends_with_the_last_job(monkeypatch, clock):
     ended = {"a": iter([False, True]), "b": iter([True]), "c": iter([False, False, True])}
     jobs = [mock.MagicMock(done=lambda looks=looks: next(looks)) for looks in ended.values()]
-    jobs[1].result.side_effect = RuntimeError("b ended with status 1")
-    with pytest.raises(RuntimeError, match="b ended"):
-        wait_for(jobs)
+    assert wait_for(jobs) == []
     assert [list(looks) for looks in ended.values()] == [[], [], []]

@@ -43,6 +43,10 @@ def test_the_python_librarys_text_is_made_once_and_always_the_same(tmp_path, mon
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_text(f"# {name}\n")
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    with pytest.raises(ValueError, match="vocab_size=50: must be 256, as many as a byte has values, without --data"):
+        prepare_tokens(None, "uint16", 50, 2, 0.5, tmp_path / "one")
+    with pytest.raises(ValueError, match=r"ctx=999999999: the text of Python's library has [0-9]+ tokens"):
+        prepare_tokens(None, "uint16", 256, 999_999_999, 0.1, tmp_path / "one")
     first, second = library_text(tmp_path / "one"), library_text(tmp_path / "two")
     assert first.name == second.name
     assert first.read_bytes() == second.read_bytes()

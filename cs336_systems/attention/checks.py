@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_HEAD_DIM = 256
+from cs336_systems.configs import MAX_HEAD_DIM
+
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 

@@ -101,10 +101,11 @@ def model_attention(name: str) -> Callable[..., Tensor]:
     return _ATTENTIONS[name][0]
 
 
-def why_not(name: str, device: torch.device | str) -> str | None:
-    """What is missing to run an attention on a device ("cuda", "cpu", …); None where it can run."""
+def why_not(name: str, device: torch.device | str, dtype: torch.dtype = torch.float32) -> str | None:
+    """What is missing to run an attention on a device ("cuda", "cpu", …), on tensors of that dtype; None where it can
+    run."""
     model_attention(name)
-    return IMPLEMENTATIONS[_ATTENTIONS[name][1]].why_not(torch.device(device), torch.float32)
+    return IMPLEMENTATIONS[_ATTENTIONS[name][1]].why_not(torch.device(device), dtype)
 
 
 def set_attention(name: str) -> None:

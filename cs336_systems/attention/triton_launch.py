@@ -15,11 +15,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.checks import MAX_HEAD_DIM
 from cs336_systems.attention.triton_autotune import is_enabled, tuned_passes
 from cs336_systems.attention.triton_direct import Launch, direct_launch
 from cs336_systems.attention.triton_plan import LaunchPlan, Step, Tile, plan_backward, plan_forward
 from cs336_systems.attention.triton_tuning import INTERPRETER, Gpu, Passes, Problem
+from cs336_systems.configs import MAX_HEAD_DIM
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SMALLEST_SCALE = 1e-30

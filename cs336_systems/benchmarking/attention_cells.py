@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cs336_systems.configs import Precision, check, check_choices, check_device
+from cs336_systems.configs import MAX_HEAD_DIM, Precision, check, check_choices, check_device
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,16 @@ EagerPeerName = Literal[
     "flash-triton", "flash-hopper", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "naive", "flash-pytorch"
 ]
 
-MAX_HEAD_DIM = 256
+
+# Those that have no backward pass, or nothing at all, elsewhere.
+CUDA_ONLY = ("sdpa-cudnn", "sdpa-efficient", "flex")
+# The project's own, by their names in attention/implementations.py.
+OURS = {"flash-triton": "triton", "flash-hopper": "hopper", "flash-pytorch": "pytorch"}
+
+
+def cuda_only(name: str, device: str) -> str:
+    """Why one of `CUDA_ONLY` does not run on another device."""
+    return f"{name} runs on NVIDIA GPUs, and the device is {device}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,21 @@ class AttentionCell:
     is_causal: bool = True
     device: str = "cpu"
     seed: int = 0
+
+    def missing_here(self) -> str:
+        """The implementation, and what is missing to run it on the cell's device; "" where nothing is known to be.
+        Imports torch."""
+        import torch
+
+        from cs336_systems.attention.implementations import IMPLEMENTATIONS
+
+        missing = None
+        if self.implementation in CUDA_ONLY and not self.device.startswith("cuda"):
+            missing = cuda_only(self.implementation, self.device)
+        elif self.implementation in OURS:
+            implementation = IMPLEMENTATIONS[OURS[self.implementation]]
+            missing = implementation.why_not(torch.device(self.device), torch_dtype(self.precision))
+        return f"implementation={self.implementation!r}: {missing}" if missing else ""
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from cs336_basics.model import scaled_dot_product_attention
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.reference import causal_mask
-from cs336_systems.benchmarking.attention_cells import PeerName
+from cs336_systems.benchmarking.attention_cells import CUDA_ONLY, PeerName, cuda_only
 from cs336_systems.benchmarking.isolation import is_out_of_memory
 from cs336_systems.records import Unsupported
 
@@ -73,13 +73,12 @@ def flash_hopper(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 class Peer:
     """How a peer is made: `build(compiler)` returns its function, with the parts that need compiling compiled.
 
-    `backend` is the one that SDPA may use. `needs_cuda` peers have no backward pass, or nothing at all, elsewhere.
+    `backend` is the one that SDPA may use.
     `is_compiled` says that PyTorch's compiler makes its kernels, which may turn out not to fit the card.
     """
 
     build: Callable[[Compiler], Attention]
     backend: SDPBackend | None = None
-    needs_cuda: bool = False
     is_compiled: bool = False
 
 
@@ -87,9 +86,9 @@ PEERS: dict[PeerName, Peer] = {
     "naive": Peer(lambda compiler: naive),
     "naive-compiled": Peer(lambda compiler: compiler(naive), is_compiled=True),
     "sdpa-flash": Peer(lambda compiler: sdpa, SDPBackend.FLASH_ATTENTION),
-    "sdpa-cudnn": Peer(lambda compiler: sdpa, SDPBackend.CUDNN_ATTENTION, needs_cuda=True),
-    "sdpa-efficient": Peer(lambda compiler: sdpa, SDPBackend.EFFICIENT_ATTENTION, needs_cuda=True),
-    "flex": Peer(lambda compiler: functools.partial(flex, compiler(flex_attention)), needs_cuda=True, is_compiled=True),
+    "sdpa-cudnn": Peer(lambda compiler: sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-efficient": Peer(lambda compiler: sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "flex": Peer(lambda compiler: functools.partial(flex, compiler(flex_attention)), is_compiled=True),
     "flash-pytorch": Peer(lambda compiler: flash_pytorch),
     "flash-triton": Peer(lambda compiler: flash_triton),
     "flash-hopper": Peer(lambda compiler: flash_hopper),
@@ -110,8 +109,8 @@ def open_peer(name: PeerName, device: torch.device, compiler: Compiler = torch.c
             reason. Other errors pass through unchanged.
     """
     peer = PEERS[name]
-    if peer.needs_cuda and device.type != "cuda":
-        raise Unsupported(f"{name} runs on NVIDIA GPUs, and the device is {device.type}")
+    if name in CUDA_ONLY and device.type != "cuda":
+        raise Unsupported(cuda_only(name, device.type))
     with (
         _refusals_explained(peer),
         nullcontext() if peer.backend is None else sdpa_kernel(peer.backend),

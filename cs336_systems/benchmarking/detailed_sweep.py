@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.benchmarking.before_work import check_models, does_not_fit
-from cs336_systems.benchmarking.into_files import check_without_torch, measure_into_files
+from cs336_systems.benchmarking.into_files import measure_into_files
 from cs336_systems.benchmarking.model_benchmark import cell_label
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.files import check_writable
+from cs336_systems.provenance import check_without_torch
 from cs336_systems.records import DetailRows, ResultsFile
 from cs336_systems.sweep_cells import named_cells
 

@@ -20,10 +20,9 @@ from cs336_systems.files import NotWritten, check_writable
 from cs336_systems.provenance import (
     Provenance,
     best_device,
-    check_cpu_alone,
+    check_without_torch,
     collect_provenance,
     devices_here,
-    may_have_gpu,
 )
 from cs336_systems.records import ResultsFile
 from cs336_systems.resuming import to_go_on
@@ -163,18 +162,6 @@ def _explaining(error_type: type[OSError], results: ResultsFile, told: list[str]
             told.append(line)
             tell(line)
         raise SystemExit(1) from None
-
-
-def check_without_torch(make_cells: Callable[[str], object], device: str) -> None:
-    """Refuses what can be told before torch is imported, which takes seconds: cells that can never be, and, where there
-    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one.
-
-    Raises ValueError, also as `make_cells(device)` does.
-    """
-    make_cells("cuda" if device == "auto" else device)
-    check_cpu_alone(device)
-    if not may_have_gpu():
-        make_cells("cpu")
 
 
 def resolve_device(

@@ -80,6 +80,13 @@ class KernelCell:
     rep_ms: int = 200
     timed: Timed = "calls"
 
+    def missing_here(self) -> str:
+        """As `AttentionCell.missing_here`."""
+        from cs336_systems.kernels import support
+
+        missing = support.why_not(self.device) if self.implementation == "fused" else None
+        return f"implementation={self.implementation!r}: {missing}" if missing else ""
+
     def __post_init__(self) -> None:
         check_choices(self)
         phases = phases_of(self.kernel)

@@ -70,7 +70,7 @@ class LeaderboardStep:
         self.cell, self.device = cell, context.device
         torch.manual_seed(cell.seed)  # the same weights on every rank
         torch.set_float32_matmul_precision("highest")
-        select_attention(cell.attention, self.device)
+        select_attention(cell.attention, self.device, cell.precision)
         check_kernels(cell.kernels, self.device)
         module = build_model(cell.model_config(), self.device, cell.kernels).to(DTYPES[cell.precision])
         self.model = _wrap(cell, module, self.device)

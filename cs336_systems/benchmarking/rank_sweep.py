@@ -146,15 +146,16 @@ def model_on_ranks(
     return {**named_shape(chosen["size"]), "ctx": chosen["ctx"], "attention": attention, "device": device}
 
 
-def check_attention(attention: str, device: str) -> None:
-    """Raises ValueError for an attention that does not run on the device; imports torch, but for one that runs on
-    all."""
+def check_attention(attention: str, device: str, precision: Sequence[str]) -> None:
+    """Raises ValueError for an attention that does not run on the device in each precision; imports torch, but for one
+    that runs on all."""
     if attention not in COMPILED_ATTENTION:
         return
-    from cs336_systems.attention.model_attention import why_not
+    from cs336_systems.workload import why_attention_not
 
-    missing = why_not(attention, device)
-    check(missing is None, "attention", attention, str(missing))
+    for kind in precision:
+        missing = why_attention_not(attention, device, kind)
+        check(missing is None, "attention", attention, str(missing))
 
 
 def nccl_settings(device: str, max_ctas: Sequence[int], high_priority: Sequence[str]) -> list[dict[str, Any]]:

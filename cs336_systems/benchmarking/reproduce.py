@@ -19,6 +19,7 @@ from shutil import which
 
 from cs336_systems.benchmarking.reproduce_steps import STEPS, Step
 from cs336_systems.cli import tell
+from cs336_systems.configs import check
 from cs336_systems.files import write_atomically
 from cs336_systems.progress import duration
 from cs336_systems.provenance import has_nvidia_driver
@@ -58,6 +59,14 @@ def machine_here() -> str:
 
     count = resolve_device("auto", "", is_timed=False)[1].gpu_count
     return "cpu" if count == 0 else "gpu" if count == 1 else "gpus"
+
+
+def check_machine(machine: str) -> None:
+    """Raises ValueError where this machine has fewer GPUs than `machine` ("cpu", "gpu" or "gpus") stands for."""
+    if machine != "cpu":
+        here = machine_here()
+        has = {"cpu": "no GPU", "gpu": "one GPU"}.get(here, "")
+        check(here in (machine, "gpus"), "machine", machine, f"this machine has {has}; --dry-run shows the commands")
 
 
 def read_state(results: Path) -> dict[str, Ended]:

@@ -106,7 +106,7 @@ def run_data_parallel_benchmark(
             bucket_size_mb=BUCKET_SIZES_MB[device] if bucket_size_mb is None else bucket_size_mb,
             nccl=nccl,
         )
-        check_attention(attention, device)
+        check_attention(attention, device, precision)
         check_memory(possible(cells))
         results = open_results(out, "ddp", DataParallelRow, command, device, resume)
         check_same_workload(results, possible(cells), (*VARIED, "bucket_size_mb", "comm_dtype"))

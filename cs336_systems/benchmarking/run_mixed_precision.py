@@ -9,7 +9,6 @@ from typing import Any
 from cs336_systems.benchmarking.before_work import check_models, without_missing
 from cs336_systems.benchmarking.into_files import (
     check_any_measured,
-    check_without_torch,
     resolve_device,
     sweep_into_files,
 )
@@ -28,7 +27,7 @@ from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
 from cs336_systems.files import check_writable
-from cs336_systems.provenance import Provenance
+from cs336_systems.provenance import Provenance, check_without_torch
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import named_cells, possible
 

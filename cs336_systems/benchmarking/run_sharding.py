@@ -103,7 +103,7 @@ def run_sharding_benchmark(
             if scheme != "none" or (n == min(ranks) and setting == nccl[0])
         ]
         cells = cells_of(ShardingCell, ({**asdict(base), **values} for values in varied))
-        check_attention(attention, device)
+        check_attention(attention, device, precision)
         check_memory(possible(cells))
         results = open_results(out, name, ShardingRow, command, device, resume)
         check_same_workload(results, possible(cells))

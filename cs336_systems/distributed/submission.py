@@ -6,6 +6,7 @@ GPUs, on one node or several, srun starts the ranks, and process_group.py reads 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.configs import check
+from cs336_systems.files import check_writable
 from cs336_systems.progress import progress
 
 _LAST_LINES = 30
@@ -43,19 +46,24 @@ def submit_commands(
 
     Raises:
         ModuleNotFoundError: submitit is not installed.
-        ValueError: no commands, or a number below what makes sense.
+        ValueError: no commands, a number below what makes sense, no Slurm for what needs it, or a folder that cannot be
+            written to.
     """
-    if not commands:
-        raise ValueError("commands=[]: must be at least one")
-    for label, value in (("nodes", nodes), ("tasks_per_node", tasks_per_node), ("timeout_min", timeout_min)):
-        if value < 1:
-            raise ValueError(f"{label}={value}: must be at least 1")
+    check(len(commands) > 0, "commands", "", "must be at least one")
+    check(all(commands), "command", "", "must be a script and its arguments")
+    least = {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0, "cpus_per_task": 1, "timeout_min": 1}
+    for label, value in zip(least, (nodes, tasks_per_node, gpus_per_node, cpus_per_task, timeout_min), strict=True):
+        check(value >= least[label], label, value, f"must be at least {least[label]}")
+    has_slurm = shutil.which("srun") is not None
+    check(has_slurm or cluster != "slurm", "cluster", cluster, "needs Slurm, whose srun is not on the PATH")
+    if cluster == "local" or not has_slurm:
+        check(nodes == 1, "nodes", nodes, "is of Slurm; jobs on this machine have one node")
+        check(partition is None, "partition", partition, "is of Slurm; jobs on this machine have none")
     try:
         import submitit
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "submitting jobs needs submitit: install this package with its extra, cs336-systems[slurm]"
-        ) from error
+        raise ModuleNotFoundError("submitting jobs needs submitit: uv sync --extra slurm") from error
+    check_writable(Path(folder), "folder")
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
     executor.update_parameters(
         name=name,
@@ -72,8 +80,9 @@ def submit_commands(
         return [executor.submit(run_command, list(command), str(Path.cwd())) for command in commands]
 
 
-def wait_for(jobs: Sequence[Any]) -> None:
-    """Wait until all jobs have ended, with a progress bar over them; then raise what the first that failed did."""
+def wait_for(jobs: Sequence[Any]) -> list[str]:
+    """Wait until all jobs have ended, with a progress bar over them; returns a line for each that failed, with the last
+    that it printed."""
     left = list(jobs)
     with progress(len(jobs), unit="job") as bar:
         while left:
@@ -82,8 +91,20 @@ def wait_for(jobs: Sequence[Any]) -> None:
             bar.update(len(ended))
             if left:
                 time.sleep(_LOOK_S)
+    failed = []
     for job in jobs:
-        job.result()
+        try:
+            job.result()
+        except Exception as error:  # the job's own, or submitit's of one that was ended
+            failed.append(f"{job.job_id} failed: {_last_line(error)}  (log: {job.paths.stdout})")
+    return failed
+
+
+def _last_line(error: Exception) -> str:
+    """Of what the job printed, where submitit says that, or of what it says itself."""
+    text = str(error).partition("\nYou can check full logs")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip("- ")]
+    return lines[-1] if lines else type(error).__name__
 
 
 def run_command(command: list[str], directory: str) -> str:

@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.configs import MAX_NORM_WIDTH
 from cs336_systems.kernels.support import as_rows, check_tensors, launch, n_multiprocessors, operator, tl, triton
 
 # A row is in registers whole, 16 of its elements a thread; wider ones would not fit.
-MAX_WIDTH = 2**13
 _PROGRAMS_A_MULTIPROCESSOR = 4  # of the backward pass
 
 
@@ -229,8 +229,8 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, dtype: torch.dtyp
         )
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"rms_norm: residual is {tuple(residual.shape)}; it must have x's shape, {tuple(x.shape)}")
-    if not 1 <= x.shape[-1] <= MAX_WIDTH:
-        raise ValueError(f"rms_norm: x has a last dimension of {x.shape[-1]}; it must be from 1 to {MAX_WIDTH}")
+    if not 1 <= x.shape[-1] <= MAX_NORM_WIDTH:
+        raise ValueError(f"rms_norm: x has a last dimension of {x.shape[-1]}; it must be from 1 to {MAX_NORM_WIDTH}")
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"rms_norm: dtype is {dtype}; it must be float32, float16, bfloat16 or None")
     check_tensors("rms_norm", x=x, residual=residual, weight=weight)

@@ -18,11 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.configs import MAX_ROPE_HEAD_DIM
 from cs336_systems.kernels.support import check_device, check_tensors, launch, operator, tl, triton
 
 _TILE = 1024  # elements of a head that a program holds at a time
 _HEADS_A_PROGRAM = 4  # share the cosines and sines that a program reads
-MAX_HEAD_DIM = 1024
 
 
 @triton.jit
@@ -37,6 +37,7 @@ def _rope_kernel(
     y_batch_stride, y_head_stride, y_seq_stride,
     heads,
     seq,
+    n_positions,
     HAS_POSITIONS: tl.constexpr,
     BACKWARD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -62,12 +63,14 @@ def _rope_kernel(
     mask = exists[:, None] & (columns < HEAD_DIM)[None, :]
 
     angles = places
+    angle_mask = half_mask
     if HAS_POSITIONS:
         positions = positions_ptr + batch * positions_batch_stride + places * positions_seq_stride
         angles = tl.load(positions, mask=exists, other=0)
+        angle_mask = half_mask & ((angles >= 0) & (angles < n_positions))[:, None]
     angles = angles[:, None] * HALF + pairs[None, :]
-    cos = tl.load(cos_ptr + angles, mask=half_mask, other=0.0)
-    sin = tl.load(sin_ptr + angles, mask=half_mask, other=0.0)
+    cos = tl.load(cos_ptr + angles, mask=angle_mask, other=float("nan"))
+    sin = tl.load(sin_ptr + angles, mask=angle_mask, other=float("nan"))
 
     for index in range(first_head, tl.minimum(first_head + GROUP, heads)):
         head = tl.cast(index, tl.int64)
@@ -94,6 +97,8 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, y_strid
     if x.stride(-1) != 1:
         x = x.contiguous()
     is_backward = len(y_strides) > 0
+    if positions is not None and not is_backward:
+        _check_range(positions, cos.shape[0])
     y = x.new_empty_strided(x.shape, y_strides) if is_backward else torch.empty_like(x)
     batch, heads, seq, head_dim = x.shape
     block_d = triton.next_power_of_2(head_dim)
@@ -102,10 +107,21 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, y_strid
     launch(
         _rope_kernel, batch * triton.cdiv(heads, group) * triton.cdiv(seq, block_seq), x, cos, sin, positions, y,
         *x.stride()[:3], *((0, 0) if positions is None else positions.stride()), *y.stride()[:3], heads, seq,
+        cos.shape[0],
         HAS_POSITIONS=positions is not None, BACKWARD=is_backward, HEAD_DIM=head_dim, BLOCK_SEQ=block_seq,
         BLOCK_D=block_d, GROUP=group,
     )  # fmt: skip
     return y
+
+
+def _check_range(positions: Tensor, n_positions: int) -> None:
+    """Not on a GPU: asking would make the host wait for it, and what the kernel cannot look up there is NaN."""
+    if not positions.is_cpu or positions.numel() == 0:
+        return
+    least, largest = positions.min().item(), positions.max().item()
+    if least < 0 or largest >= n_positions:
+        outside = least if least < 0 else largest
+        raise ValueError(f"rope: a position is {outside}; cos and sin have those from 0 to {n_positions - 1}")
 
 
 def _rope_fake(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, y_strides: Sequence[int]) -> Tensor:
@@ -146,18 +162,19 @@ def rope(
     Args:
         x: (batch, heads, seq, head_dim), float32, float16 or bfloat16, of any strides, head_dim even and at most 1,024.
         cos, sin: (positions, head_dim / 2) float32, such as `RotaryEmbedding` has.
-        positions: (seq,) or (batch, seq) integers that index cos and sin; None for 0 … seq - 1. As everywhere on a GPU,
-            one that is out of range is read from where it points to.
+        positions: (seq,) or (batch, seq) integers that index cos and sin; None for 0 … seq - 1. On a GPU what is turned
+            by one that is out of range is NaN, and so is its gradient.
 
     Returns x's shape, dtype and, as far as they are dense, strides: pairs (2i, 2i + 1) have become (i, head_dim/2 + i).
 
     Raises:
-        ValueError: shapes, dtypes or devices that don't fit together, more positions than cos has, or no Triton here.
+        ValueError: shapes, dtypes or devices that don't fit together, more positions than cos has, one that is out of
+            range (on a CPU), or no Triton here.
     """
-    if x.ndim != 4 or not 2 <= x.shape[3] <= MAX_HEAD_DIM or x.shape[3] % 2:
+    if x.ndim != 4 or not 2 <= x.shape[3] <= MAX_ROPE_HEAD_DIM or x.shape[3] % 2:
         raise ValueError(
             f"rope: x is {tuple(x.shape)}; it must be (batch, heads, seq, head_dim) with an even head_dim from 2 to "
-            f"{MAX_HEAD_DIM}"
+            f"{MAX_ROPE_HEAD_DIM}"
         )
     batch, _, seq, head_dim = x.shape
     for name, table in (("cos", cos), ("sin", sin)):

@@ -81,19 +81,22 @@ def report_markdown(analysis: Analysis, top: int) -> str:
 
 
 def write_analyses(
-    analyses: Mapping[str, Analysis], failed: Sequence[StepRow], results: ResultsFile[StepRow], top: int
+    analyses: Mapping[str, Analysis],
+    failed: Sequence[StepRow],
+    results: ResultsFile[StepRow],
+    top: int,
+    kept: str = "the reports are whole",
 ) -> str:
     """Writes into the folder of `results`: its rows as JSON, CSV, Markdown and LaTeX, answers.md, kernels.csv, and a
     Markdown file and a timeline each. Returns answers.md. `failed` are rows of cells that left no report.
 
-    A file that cannot be written, as on a full disk, ends the program with a line and status 1.
+    A file that cannot be written, as on a full disk, ends the program with a line, which says what is `kept`, and
+    status 1.
     """
     try:
         return _write(analyses, failed, results, top)
     except OSError as error:
-        print(
-            f"error: cannot write under {results.directory}: {error.strerror}; the reports are whole", file=sys.stderr
-        )
+        print(f"error: cannot write under {results.directory}: {error.strerror}; {kept}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

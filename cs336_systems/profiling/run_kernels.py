@@ -13,12 +13,12 @@ from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import BenchmarkCell, check, named_cell
 from cs336_systems.defaults import SIZES, fill_in
 from cs336_systems.feasibility import check_memory, missing_here
-from cs336_systems.files import check_writable
+from cs336_systems.files import check_writable, write_atomically
 from cs336_systems.profiling.analysis import Analysis, analyze, write_analyses
 from cs336_systems.profiling.run_analysis import benchmark_row, cell_name
 from cs336_systems.profiling.step_answers import StepRow
 from cs336_systems.progress import progress
-from cs336_systems.provenance import may_have_gpu
+from cs336_systems.provenance import check_without_torch
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import check_read
 
@@ -34,7 +34,7 @@ def run_kernels(
     out: Path,
     **parameters: Any,
 ) -> Analysis:
-    """Profiles the cell and writes what `write_analyses` does, and the trace as <cell>.json.gz, under `out`.
+    """Profiles the cell and writes the trace as <cell>.json.gz, and what `write_analyses` does, under `out`.
 
     Bad input ends the program with status 2 before anything is built, running out of memory with status 1.
     """
@@ -47,11 +47,8 @@ def run_kernels(
 
     with refusing_bad_input():
         check(top >= 1, "top", top, "must be at least 1")
-        make_cell("cuda" if device == "auto" else device)
+        check_without_torch(make_cell, device)
         check_writable(out)
-        if not may_have_gpu():
-            check(device in ("auto", "cpu"), "device", device, "is not on this machine")
-            make_cell("cpu")
         import torch
 
         from cs336_systems.cpu_load import with_cpu_load
@@ -83,9 +80,10 @@ def run_kernels(
         print(f"error: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
         raise SystemExit(1) from None
     results.timing_ends()
+    trace = out / f"{name}.json.gz"
+    write_atomically(trace, gzip.compress(json.dumps(recorded).encode("utf-8")))
     analysis = analyze(read_torch_trace(recorded, name), row)
-    show(write_analyses({name: analysis}, [], results, top))
-    with gzip.open(out / f"{name}.json.gz", "wt", encoding="utf-8") as file:
-        json.dump(recorded, file)
+    kept = f"the trace is whole, and scripts/analyze_nsys.py reads it: {trace}"
+    show(write_analyses({name: analysis}, [], results, top, kept))
     print(f"Answers, rows, kernels, trace, tables and picture: {out}/", file=sys.stderr)
     return analysis

@@ -26,6 +26,7 @@ from cs336_systems.configs import (
     check_choice,
     check_choices,
     check_ignored,
+    check_widths,
 )
 
 Parallel = Literal["none", "ddp", "bucketed", "fsdp"]
@@ -34,6 +35,7 @@ TokenDtype = Literal["uint8", "uint16", "int32", "uint32", "int64"]
 _SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
 BYTE_VOCABULARY = 256
 ID_VOCABULARY = 10_000
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,14 @@ class TrainConfig(TrainArguments):
         ):
             check(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         check(0 <= self.rising_steps <= self.steps, "warmup_steps", self.warmup_steps, f"must be 0 to {self.steps}")
-        check(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be above 0")
+        rate, allowed = self.learning_rate, f"must be above 0 and at most {LARGEST_FLOAT32}, float32's largest"
+        check(0 < rate <= LARGEST_FLOAT32, "learning_rate", rate, allowed)
         least = self.min_learning_rate
         check(
             0 <= least <= self.learning_rate, "min_learning_rate", least, f"must be between 0 and {self.learning_rate}"
         )
-        check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be 0 or more")
+        decay, allowed = self.weight_decay, f"must be between 0 and {LARGEST_FLOAT32}, float32's largest"
+        check(0 <= decay <= LARGEST_FLOAT32, "weight_decay", decay, allowed)
         check(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be above 0 (inf does not clip)")
         check(0 < self.validation_share < 1, "validation_share", self.validation_share, "must be between 0 and 1")
         check(0 <= self.seed < 2**31, "seed", self.seed, "must be between 0 and 2**31 - 1")
@@ -223,7 +227,8 @@ class TrainConfig(TrainArguments):
                 check(value is not None, name, value, f"--size custom needs it (with {', '.join(_SHAPE)})")
             else:
                 check(value is None, name, value, f"goes with --size custom; {self.size!r} has its own")
-        self.model_config()  # refuses hyperparameters that do not fit each other
+        model = self.model_config()  # refuses hyperparameters that do not fit each other
+        check_widths(self, model, self.attention, self.kernels)
 
     @property
     def is_text(self) -> bool:

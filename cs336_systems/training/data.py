@@ -73,15 +73,16 @@ def prepare_tokens(
     tokens = _map_tokens(path, dtype)
     n_tokens = len(tokens)
     n_train = n_tokens - round(n_tokens * validation_share)
+    short: tuple[str, object] = ("data", str(path)) if data is not None else ("ctx", context_length)
+    what = "" if data is not None else "the text of Python's library "
     for part, count in (("training", n_train), ("validation", n_tokens - n_train)):
         check(
             count > context_length,
-            "data",
-            str(path),
-            f"has {n_tokens} tokens, of which {count} for {part}; context {context_length} needs more than "
+            *short,
+            f"{what}has {n_tokens} tokens, of which {count} for {part}; context {context_length} needs more than "
             f"{context_length} there",
         )
-    _check_vocabulary(path, tokens, vocab_size)
+    _check_vocabulary(path, tokens, vocab_size, is_given=data is not None)
     return TokenFile(path.resolve(), dtype, n_tokens, n_train, _sha256(path))
 
 
@@ -179,13 +180,15 @@ def _map_tokens(path: Path, dtype: str) -> Any:
     return tokens
 
 
-def _check_vocabulary(path: Path, tokens: Any, vocab_size: int) -> None:
+def _check_vocabulary(path: Path, tokens: Any, vocab_size: int, is_given: bool) -> None:
     limits = np.iinfo(tokens.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return
     for start in range(0, len(tokens), _CHUNK):
         chunk = np.asarray(tokens[start : start + _CHUNK])
         if chunk.min() < 0 or chunk.max() >= vocab_size:
+            enough = "must be 256, as many as a byte has values, without --data"
+            check(is_given, "vocab_size", vocab_size, enough)
             place = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
             raise ValueError(
                 f"data={str(path)!r}: token {start + place} is id {chunk[place]}, outside the vocabulary of "

@@ -11,13 +11,41 @@ import math
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from cs336_systems.files import write_atomically, writing
+from cs336_systems.row_values import check_values
 
 METRICS = "metrics.jsonl"
 PLOT = "train.png"
 _LONGEST_LINE = 2**16  # bytes
+
+Measured = float | Literal["nan", "inf", "-inf"]
+
+
+class _Line(TypedDict):
+    step: int
+
+
+class _RunLine(_Line):
+    command: str
+
+
+class _ValidationLine(_Line):
+    loss: Measured
+
+
+class _TrainLine(_ValidationLine):
+    gradient_norm: Measured
+    learning_rate: float
+    loss_scale: float | None
+    is_skipped: bool
+    zero_gradient_share: float | None
+    tokens_per_s: float
+
+
+# What the lines of each kind have at least; they may have more.
+_LINES = {"run": _RunLine, "train": _TrainLine, "validation": _ValidationLine, "event": _Line}
 
 
 class MetricsFile:
@@ -82,7 +110,7 @@ def last_step(path: Path) -> int:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics file; a last line that a kill cut short is left out.
 
-    Raises ValueError, naming the file and the line's number, for any other line that `MetricsFile` did not write.
+    Raises ValueError, naming the file and the line's number, for any other line that a run did not write.
     """
     lines = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):  # behind the last: "", or a cut line
@@ -90,8 +118,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             values = json.loads(line.decode("utf-8"))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: is no line of metrics ({error})") from error
-        if not isinstance(values, dict) or "kind" not in values:
-            raise ValueError(f"{path}, line {number}: is no line of metrics (it must be an object with a kind)")
+        if not isinstance(values, dict) or str(values.get("kind")) not in _LINES:
+            kinds = ", ".join(_LINES)
+            raise ValueError(f"{path}, line {number}: is no line of metrics (it must be an object of a kind: {kinds})")
+        line_type = _LINES[values["kind"]]
+        if missing := line_type.__annotations__.keys() - values:
+            raise ValueError(f"{path}, line {number}: is no line of metrics (it lacks {', '.join(sorted(missing))})")
+        check_values(line_type, values, f"{path}, line {number}: ")
         lines.append(values)
     return lines
 

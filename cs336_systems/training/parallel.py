@@ -15,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cs336_systems.training.config import TrainConfig
-
-AUTOCAST_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from cs336_systems.workload import AUTOCAST_DTYPE
 
 # Where each scheme is: module, and class.
 _SCHEMES = {

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import torch
 
-from cs336_systems.attention.model_attention import why_not
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.distributed.launcher import launched_rank, launched_world_size
@@ -33,7 +32,7 @@ from cs336_systems.training.data import TokenFile, prepare_tokens
 from cs336_systems.training.loop import Summary, plain_config, train_rank
 from cs336_systems.training.metrics import METRICS, PLOT, plot_metrics, read_metrics
 from cs336_systems.training.parallel import check_importable
-from cs336_systems.workload import why_kernels_not
+from cs336_systems.workload import why_attention_not, why_kernels_not
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -117,7 +116,7 @@ def check_run(config: TrainConfig) -> tuple[str, int, TokenFile]:
     check_importable(config)
     world_size = _world_size(config, device)
     config.check_world_size(world_size)
-    missing = why_not(config.attention, device)
+    missing = why_attention_not(config.attention, device, config.precision)
     check(missing is None, "attention", config.attention, str(missing))
     missing = why_kernels_not(config.kernels, device)
     check(missing is None, "kernels", config.kernels, str(missing))

@@ -19,8 +19,15 @@ from cs336_basics.optimizer import get_cosine_lr
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile, training_batch
 from cs336_systems.training.loss_scaling import LossScaler, zero_gradient_counts
-from cs336_systems.training.parallel import AUTOCAST_DTYPE, ParallelModel
-from cs336_systems.workload import build_model, check_kernels, compile_model, optimizer_class, select_attention
+from cs336_systems.training.parallel import ParallelModel
+from cs336_systems.workload import (
+    AUTOCAST_DTYPE,
+    build_model,
+    check_kernels,
+    compile_model,
+    optimizer_class,
+    select_attention,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, tokens: TokenFile, device: torch.device, state: dict[str, Any] | None = None
     ) -> None:
-        select_attention(config.attention, device)
+        select_attention(config.attention, device, config.precision)
         check_kernels(config.kernels, device)
         self.config = config
         self.device = device
