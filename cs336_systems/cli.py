@@ -14,6 +14,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from cs336_systems.signals import STOPPED, answer_requests
+
 Arguments = TypeVar("Arguments")
 
 _AFTER_AN_IMPORT_S = 0.05
@@ -32,8 +34,9 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
-    # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
-    signal.signal(signal.SIGTERM, partial(_exit_by_signal, is_resumable))
+    # A scheduler's request to stop, and a closed terminal, are answered as an exit: files are finished, and temporary
+    # ones removed.
+    answer_requests(partial(_exit_by_signal, is_resumable))
     try:
         try:
             with wide_enough():
@@ -94,7 +97,7 @@ def _exit_by_signal(is_resumable: bool, number: int, frame: FrameType | None) ->
 
     if not has_begun():
         with suppress(RuntimeError):  # standard error was being written to
-            _tell_of_the_end(is_resumable, "Ended by SIGTERM")
+            _tell_of_the_end(is_resumable, STOPPED[signal.Signals(number)])
     sys.exit(128 + number)
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.signals import STOPPED, stopped_by
+from cs336_systems.signals import STOPPED, answer_requests, stopped_by
 
 ROOT = Path(__file__).resolve().parents[1]
 # Longer than any test of these files; a mutation that makes ranks wait for each other ends by it.
@@ -140,7 +139,7 @@ def to_go_on(left: Sequence[Mutation]) -> str:
 
 def main() -> None:
     # As Ctrl-C: the copy is removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    answer_requests(lambda number, frame: sys.exit(128 + number))
     names = sys.argv[1:]
     if {"-h", "--help"} & {*names}:
         print(__doc__)

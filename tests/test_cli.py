@@ -18,6 +18,7 @@ import pytest
 
 from cs336_systems import resuming
 from cs336_systems.cli import command_line, parse
+from cs336_systems.signals import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,8 +106,9 @@ def test_an_interrupt_before_the_device_is_known_names_the_command(
     assert shown == f"Interrupted before anything was measured. {word}: {typed}"
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_sigterm_before_a_run_has_begun_has_a_line_too(has_begun, tmp_path, monkeypatch, run_script):
+def test_a_request_to_end_before_a_run_has_begun_has_a_line_too(has_begun, name, tmp_path, monkeypatch, run_script):
     """Later the run has one of its own."""
     monkeypatch.setattr(resuming, "_has_begun", threading.Event())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -115,14 +117,25 @@ def test_sigterm_before_a_run_has_begun_has_a_line_too(has_begun, tmp_path, monk
     def ended(*_, **__):
         if has_begun:
             resuming.run_begins()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.Signals[name])
 
     monkeypatch.setattr("cs336_systems.benchmarking.into_files.check_writable", ended)
     status, _, errors = run_script("benchmark", "--out", tmp_path)
-    assert status == 143
-    line = f"\nEnded by SIGTERM before anything was measured. To begin: python scripts/benchmark.py --out {tmp_path}\n"
-    assert ("SIGTERM" in errors) is not has_begun
+    assert status == 128 + signal.Signals[name]
+    line = f"\nEnded by {name} before anything was measured. To begin: python scripts/benchmark.py --out {tmp_path}\n"
+    assert (name in errors) is not has_begun
     assert errors.endswith("" if has_begun else line)
+
+
+def test_a_terminal_that_closes_ends_no_script_under_nohup(monkeypatch, run_script):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = "cs336_systems.benchmarking.run_benchmark.run_benchmark"
+        monkeypatch.setattr(run, lambda *_, **__: signal.raise_signal(signal.SIGHUP))
+        assert run_script("benchmark")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_early_interrupt_has_the_status_of_every_other(tmp_path):
@@ -406,7 +419,7 @@ class _Paths:
 )
 def test_an_empty_path_is_not_the_current_folder(monkeypatch, capsys, words, why):
     """Nor does `parse` lose what is a path."""
-    at_termination, at_an_error = signal.getsignal(signal.SIGTERM), sys.excepthook
+    at_signals, at_an_error = {n: signal.getsignal(n) for n in STOPPED}, sys.excepthook
     try:
         monkeypatch.setattr(sys, "argv", ["script", *words])
         with pytest.raises(SystemExit, match="2"):
@@ -417,5 +430,6 @@ def test_an_empty_path_is_not_the_current_folder(monkeypatch, capsys, words, why
         monkeypatch.setattr(sys, "argv", ["script", "--out", ".", "--data", "d", "--reports", "a", "b"])
         assert parse(_Paths, "Says nothing.") == _Paths(Path(), Path("d"), (Path("a"), Path("b")))
     finally:
-        signal.signal(signal.SIGTERM, at_termination)
+        for number, handler in at_signals.items():
+            signal.signal(number, handler)
         sys.excepthook = at_an_error
