@@ -178,7 +178,7 @@ def test_of_a_launched_jobs_ranks_the_first_says_how_to_go_on(rank, told, monkey
     monkeypatch.setattr(resuming, "_has_begun", threading.Event())
     monkeypatch.setattr("cs336_systems.benchmarking.run_benchmark.run_benchmark", lambda *_, **__: None)
     run_script("benchmark")
-    for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="130"):
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -375,17 +375,19 @@ def test_the_command_has_what_the_environment_changes(monkeypatch):
     assert command_line() == "OMP_NUM_THREADS=1 TRITON_INTERPRET=1 python scripts/benchmark.py --out 'a b'"
 
 
+_TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 _STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
 
 
 @pytest.mark.parametrize(
     ("environment", "launched"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+        ({**_TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
          "torchrun --nproc-per-node 2"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+        ({**_TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
          "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "3"}, "torchrun --nproc-per-node 3"),  # set by hand
+        ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+         "RANK=0 WORLD_SIZE=3 MASTER_ADDR=a MASTER_PORT=1 python"),  # set by hand
         (_STEP, "srun --nodes 2 --ntasks 8 python"),
         ({**_STEP, "SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"},
          "srun --nodes 2 --ntasks 8 --cpus-per-task 4 --gpus-per-task 1 python"),
@@ -399,6 +401,22 @@ def test_the_command_has_the_launcher(monkeypatch, environment, launched):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "ddp_benchmark.py"), "--out", "a b"])
     assert command_line() == f"{launched} scripts/ddp_benchmark.py --out 'a b'"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads another process's command line under /proc")
+def test_the_command_has_torchrun_s_options_as_they_were_typed(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, value in {**_TORCHRUN, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    script = str(ROOT / "scripts" / "ddp_benchmark.py")
+    monkeypatch.setattr(sys, "argv", [script, "--out", "a"])
+    typed = ["bin/torchrun", "--nproc_per_node=2", "--master-port", "29711", *sys.argv]
+    with subprocess.Popen([sys.executable, "-c", "input()", *typed], stdin=subprocess.PIPE) as parent:
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        command = command_line()
+        parent.communicate(b"\n")
+    assert command == "torchrun --nproc_per_node=2 --master-port 29711 scripts/ddp_benchmark.py --out a"
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def test_bad_world_sizes_are_refused() -> None:
 def test_a_world_size_other_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="world_size=3: must be 2, as many ranks as torchrun started"):
+    with pytest.raises(ValueError, match="world_size=3: must be 2, as many ranks as the launcher started"):
         run_ranks(_sum_of_ranks, 0, world_size=3)
 
 

@@ -18,8 +18,13 @@ from typing import NoReturn
 from cs336_systems.cli import tell
 from cs336_systems.signals import STOPPED
 
-_to_finish: list[Callable[[], None]] = []
+_to_finish: list[Callable[[], object]] = []
 _ending = threading.Lock()
+
+
+def finish_at_end(function: Callable[[], object]) -> None:
+    """`end_at_once` calls `function()` first, whenever that may be."""
+    _to_finish.append(function)
 
 
 @contextmanager
@@ -52,7 +57,7 @@ def end_at_once(status: int) -> NoReturn:
             os._exit(status)
 
 
-def _finish(function: Callable[[], None]) -> None:
+def _finish(function: Callable[[], object]) -> None:
     try:
         function()
     except SystemExit:  # it has said why it could not
