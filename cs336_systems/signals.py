@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
+from cs336_systems.files import leave_room_for_sockets
+
 # What a person calls the end of a program by each.
 STOPPED = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Ended by SIGTERM"}
 if hasattr(signal, "SIGHUP"):
@@ -70,6 +72,7 @@ def starting_processes() -> Generator[None]:
     A process that is started inside, the fork server too, has SIGINT and SIGHUP blocked until
     `leave_interrupts_to_parent`: a terminal sends them to all of them, in whatever state they are.
     """
+    leave_room_for_sockets()
     on_main_thread = threading.current_thread() is threading.main_thread()
     if not on_main_thread or not hasattr(signal, "pthread_sigmask"):
         with signals_waiting():
