@@ -22,8 +22,9 @@ _AFTER_AN_IMPORT_S = 0.05
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
-def parse(arguments: type[Arguments], description: str | None) -> Arguments:
-    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import."""
+def parse(arguments: type[Arguments], description: str | None, on_ranks: bool = False) -> Arguments:
+    """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import. Several
+    processes of a launcher's are refused, but by a script that may be one of their ranks (`on_ranks`)."""
     # First of all, so that Ctrl-C is a line as early as can be.
     is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
     sys.excepthook = partial(_in_a_line, is_resumable)
@@ -45,6 +46,8 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
                 kind, defaults = explained(arguments)
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
+            if not on_ranks:
+                _check_alone()
             return arguments(**read)
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
@@ -52,6 +55,16 @@ def parse(arguments: type[Arguments], description: str | None) -> Arguments:
     except BrokenPipeError:
         _leave_standard_output()
         raise SystemExit(0) from None
+
+
+def _check_alone() -> None:
+    from cs336_systems.distributed.launcher import launched_world_size
+
+    if (n := launched_world_size() or 1) > 1:
+        name = os.path.basename(sys.argv[0])
+        fail(
+            f"{name} takes one process, and the launcher started {n} (torchrun, srun or WORLD_SIZE); python starts one"
+        )
 
 
 def _registry() -> Any:

@@ -188,6 +188,25 @@ def test_of_a_launched_jobs_ranks_the_first_says_how_to_go_on(rank, told, monkey
 _FLAG = re.compile(r'^    (\w+): [^\n]*\n(?:[ ]{8}[^\n]*\n|    \)\n)*    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
 
+_ON_RANKS = {
+    *("all_reduce_benchmark", "ddp_benchmark", "fsdp_benchmark", "leaderboard_step", "scaling_benchmark"),
+    *("sharded_optimizer_benchmark", "train"),
+}
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in (ROOT / "scripts").glob("*.py")} - _ON_RANKS))
+def test_several_ranks_of_a_script_for_one_process_are_refused(name, monkeypatch, run_script):
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    words = {"analyze_nsys": ["x"], "submit_sweep": ["--command", "x", "--vary", "--a 1"]}.get(name, [])
+    assert run_script(name, *words) == (
+        2,
+        "",
+        f"error: {name}.py takes one process, and the launcher started 2 (torchrun, srun or WORLD_SIZE); python starts "
+        "one\n",
+    )
+
+
 def test_flags_are_described_and_those_that_mean_the_same_in_the_same_words():
     said: dict[str, set[str]] = {}
     for path in [*(ROOT / "scripts").glob("*.py"), ROOT / "cs336_systems/benchmarking/rank_arguments.py"]:
@@ -412,7 +431,10 @@ def test_the_command_has_torchrun_s_options_as_they_were_typed(monkeypatch):
     script = str(ROOT / "scripts" / "ddp_benchmark.py")
     monkeypatch.setattr(sys, "argv", [script, "--out", "a"])
     typed = ["bin/torchrun", "--nproc_per_node=2", "--master-port", "29711", *sys.argv]
-    with subprocess.Popen([sys.executable, "-c", "input()", *typed], stdin=subprocess.PIPE) as parent:
+    code = "input(print('ready', flush=True) or '')"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, *typed], **pipes) as parent:
+        assert parent.stdout.readline() == b"ready\n"
         monkeypatch.setattr(os, "getppid", lambda: parent.pid)
         command = command_line()
         parent.communicate(b"\n")
