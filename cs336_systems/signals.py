@@ -79,13 +79,45 @@ def starting_processes() -> Generator[None]:
             yield
         return
     with signals_waiting():
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_A_TERMINAL)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         try:
-            resource_tracker.ensure_running()  # multiprocessing would start it before the fork server, and it unblocks
-            signal.pthread_sigmask(signal.SIG_BLOCK, _OF_A_TERMINAL)
+            _block_what_a_terminal_sends()
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # one that waited is received here
+
+
+def _block_what_a_terminal_sends() -> None:
+    """In this thread, from which processes then have it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _OF_A_TERMINAL)
+    resource_tracker.ensure_running()  # multiprocessing would start it before the fork server, and it unblocks
+    signal.pthread_sigmask(signal.SIG_BLOCK, _OF_A_TERMINAL)
+
+
+def wait_for_fork_server(context: Any) -> None:
+    """Returns when a fork server has imported what it preloads, which takes seconds, and answers: signals are answered
+    meanwhile, which `starting_processes` would put off."""
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and context.get_start_method() == "forkserver" and not _server_is_up.is_set():
+        threading.Thread(target=_start_first, args=(context,), name="fork server", daemon=True).start()
+        _server_is_up.wait()
+
+
+_server_is_up = threading.Event()
+
+
+def _start_first(context: Any) -> None:
+    """A process that does nothing, which is there when the server is. This thread is never interrupted."""
+    try:
+        _block_what_a_terminal_sends()
+        leave_room_for_sockets()
+        process = context.Process(target=leave_interrupts_to_parent)
+        process.start()
+        process.join()
+    except (OSError, EOFError):  # whoever needs a process will meet it too
+        pass
+    finally:
+        _server_is_up.set()
 
 
 @contextmanager

@@ -360,28 +360,36 @@ def test_arguments_that_are_not_given_keep_their_default(run_script, monkeypatch
     assert parse(Chosen, "") == Chosen("x", "c", ("b", "a"), 3, True)
 
 
-def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):
-    """As libraries do that try what they can import."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_signals_in_an_import_that_swallows_them_end_the_program(tmp_path, has_begun, name):
+    """At once before the run, and after the import then. Libraries do that which try what they can import."""
     (tmp_path / "greedy.py").write_text(
         "import os, signal, time\n"
         "try:\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getpid(), signal.{name})\n"
         "    time.sleep(0.2)\n"
         "except BaseException:\n"
         "    pass\n"
         "print('whole')\n"
     )
     script = (
-        "import time\n"
+        "import atexit, time\n"
         "from dataclasses import make_dataclass\n"
         "from cs336_systems.cli import parse\n"
+        "from cs336_systems.resuming import run_begins\n"
+        "atexit.register(print, 'at the end')\n"
         "parse(make_dataclass('Arguments', []), '')\n"
+        f"{'run_begins()' if has_begun else ''}\n"
         "import greedy\n"
         "time.sleep(30)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=25)
-    assert (run.returncode, run.stdout, run.stderr) == (143, "whole\n", "\nEnded by SIGTERM.\n")
+    # A run says itself what has ended it; Ctrl-C that it does not catch is a line all the same.
+    line = {"SIGINT": "\nInterrupted.\n", "SIGTERM": "" if has_begun else "\nEnded by SIGTERM.\n"}[name]
+    whole = "whole\n" if has_begun else ""
+    assert (run.returncode, run.stdout, run.stderr) == (128 + signal.Signals[name], f"{whole}at the end\n", line)
 
 
 def test_the_command_has_what_the_environment_changes(monkeypatch):
