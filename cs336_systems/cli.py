@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import math
 import os
@@ -15,6 +16,10 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from cs336_systems.distributed.launcher import launch_command, launched_rank, launched_world_size
+from cs336_systems.resuming import after_interruption, has_begun
+from cs336_systems.signals import STOPPED, answer_requests
+
 Arguments = TypeVar("Arguments")
 
 _AFTER_AN_IMPORT_S = 0.05
@@ -23,9 +28,15 @@ _without_flag: set[str] = set()  # of the script's arguments
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
-def parse(arguments: type[Arguments], description: str | None, may_be_infinite: Collection[str] = ()) -> Arguments:
+def parse(
+    arguments: type[Arguments],
+    description: str | None,
+    may_be_infinite: Collection[str] = (),
+    on_ranks: bool = False,
+) -> Arguments:
     """Reads the command line into a dataclass; answers `--help` and errors of type before any heavy import. Numbers are
-    finite but for arguments that `may_be_infinite`."""
+    finite but for arguments that `may_be_infinite`. Several processes of a launcher's are refused, but by a script that
+    may be one of their ranks (`on_ranks`)."""
     # First of all, so that Ctrl-C is a line as early as can be.
     is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
     sys.excepthook = partial(_in_a_line, is_resumable)
@@ -37,8 +48,12 @@ def parse(arguments: type[Arguments], description: str | None, may_be_infinite: 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
-    # A scheduler's request to stop is answered as an exit: files are finished, and temporary ones removed.
-    signal.signal(signal.SIGTERM, partial(_exit_by_signal, is_resumable))
+    # A scheduler's request to stop, and a closed terminal, are answered as an exit: files are finished, and temporary
+    # ones removed.
+    exit_by_signal = partial(_exit_by_signal, is_resumable)
+    answer_requests(exit_by_signal)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_by_signal)
     try:
         try:
             with wide_enough():
@@ -48,6 +63,8 @@ def parse(arguments: type[Arguments], description: str | None, may_be_infinite: 
                 _without_flag.update(without_flag(arguments))
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
+            if not on_ranks:
+                _check_alone()
             for name, values in read.items():
                 _check_values(name, values, name in may_be_infinite)
             return arguments(**read)
@@ -79,6 +96,14 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", errors="replace"))
 
 
+def _check_alone() -> None:
+    if (n := launched_world_size() or 1) > 1:
+        name = os.path.basename(sys.argv[0])
+        fail(
+            f"{name} takes one process, and the launcher started {n} (torchrun, srun or WORLD_SIZE); python starts one"
+        )
+
+
 def _registry() -> Any:
     """tyro's rules, but that an empty path, as of a shell's variable that is not set, is not the current folder."""
     from pathlib import Path
@@ -107,23 +132,36 @@ def _registry() -> Any:
 
 
 def _exit_by_signal(is_resumable: bool, number: int, frame: FrameType | None) -> None:
-    """With a line, as after Ctrl-C, where the run has not begun, which would have one of its own.
+    """Ctrl-C is a KeyboardInterrupt; any other an exit, with a line, as after Ctrl-C, where the run has not begun, as
+    that has one of its own.
 
     Not in the middle of an import, though: some modules swallow whatever is raised there, and the program would go on.
-    The signal is sent again until it is over."""
+    Before the run it ends there, as there is nothing to finish; later the signal is sent again until it is over."""
+    is_importing = _is_importing(frame)
+    if is_importing and has_begun():
+        again = threading.Timer(_AFTER_AN_IMPORT_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+        return
+    if not has_begun() and (is_importing or number != signal.SIGINT):
+        with suppress(RuntimeError):  # standard error was being written to
+            _tell_of_the_end(is_resumable, STOPPED[signal.Signals(number)])
+    if is_importing:
+        atexit._run_exitfuncs()
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(128 + number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            again = threading.Timer(_AFTER_AN_IMPORT_S, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
-            return
+            return True
         frame = frame.f_back
-    from cs336_systems.resuming import has_begun
-
-    if not has_begun():
-        with suppress(RuntimeError):  # standard error was being written to
-            _tell_of_the_end(is_resumable, "Ended by SIGTERM")
-    sys.exit(128 + number)
+    return False
 
 
 def _in_a_line(is_resumable: bool, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -140,9 +178,6 @@ def _in_a_line(is_resumable: bool, kind: type[BaseException], error: BaseExcepti
 
 def _tell_of_the_end(is_resumable: bool, stopped: str) -> None:
     """How to go on is said where the script can, by the first rank of a launched job."""
-    from cs336_systems.distributed.launcher import launched_rank
-    from cs336_systems.resuming import after_interruption
-
     is_told_how = is_resumable and launched_rank() in (None, 0)
     tell(f"\n{after_interruption(command_line(), stopped) if is_told_how else f'{stopped}.'}")
 
@@ -206,8 +241,6 @@ def command_line() -> str:
     command: `torchrun --nproc-per-node 2 scripts/ddp_benchmark.py`."""
     import shlex
     from pathlib import Path
-
-    from cs336_systems.distributed.launcher import launch_command
 
     script = Path(sys.argv[0])
     root = Path(__file__).resolve().parents[1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_LONGEST_SOCKET_PATH = 103
 
 
 class NotWritten(OSError):
@@ -29,6 +32,18 @@ def check_writable(directory: Path, name: str = "out") -> None:
         which = "it" if file == directory else file
         why = error.strerror if file is None else f"{which} is a file"
         raise ValueError(f"{name}={str(directory)!r}: must be a folder that can be written to ({why})") from error
+
+
+def leave_room_for_sockets() -> None:
+    """multiprocessing keeps its sockets in a folder under TMPDIR, and a socket's path has 103 characters at most (107
+    on Linux): where TMPDIR leaves too few for that folder's name and the socket's, the folder is under /tmp."""
+    if len(os.fsencode(tempfile.gettempdir())) + len("/pymp-12345678/listener-12345678") <= _LONGEST_SOCKET_PATH:
+        return
+    before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()  # makes it once
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Arguments:
 
 
 def main() -> None:
-    arguments = parse(Arguments, __doc__)
+    arguments = parse(Arguments, __doc__, on_ranks=True)
     from cs336_systems.benchmarking.run_all_reduce import run_all_reduce_benchmark
 
     run_all_reduce_benchmark(command_line(), **vars(arguments))

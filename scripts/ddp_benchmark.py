@@ -34,7 +34,7 @@ class Arguments(RankArguments):
 
 
 def main() -> None:
-    options = dict(vars(parse(Arguments, __doc__)))
+    options = dict(vars(parse(Arguments, __doc__, on_ranks=True)))
     from cs336_systems.benchmarking.run_data_parallel import run_data_parallel_benchmark
     from cs336_systems.profiling.step_profilers import profile_step
 

@@ -63,7 +63,7 @@ class Arguments:
 
 
 def main() -> None:
-    arguments = parse(Arguments, __doc__)
+    arguments = parse(Arguments, __doc__, on_ranks=True)
     from cs336_systems.benchmarking.run_leaderboard_step import run_leaderboard_step
 
     run_leaderboard_step(command_line(), **vars(arguments))

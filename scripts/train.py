@@ -19,7 +19,7 @@ from cs336_systems.training.config import TrainArguments, TrainConfig
 
 
 def main() -> None:
-    arguments = parse(TrainArguments, __doc__, may_be_infinite=("clip_norm",))
+    arguments = parse(TrainArguments, __doc__, may_be_infinite=("clip_norm",), on_ranks=True)
     with refusing_bad_input():
         config = TrainConfig(**vars(arguments))
         check_cpu_alone(config.device)

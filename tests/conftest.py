@@ -23,6 +23,7 @@ from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  found by its name below
 from cs336_systems.cpu_cores import usable_cores
+from cs336_systems.signals import STOPPED
 
 _ROOT = Path(__file__).resolve().parents[1]
 _HAS_GPU = os.path.exists("/dev/nvidiactl")
@@ -149,7 +150,8 @@ def run_script(
         shown = capsys.readouterr()
         return status, shown.out, shown.err
 
-    at_termination, at_an_error = signal.getsignal(signal.SIGTERM), sys.excepthook  # scripts set their own
+    at_signals, at_an_error = {n: signal.getsignal(n) for n in STOPPED}, sys.excepthook  # scripts set their own
     yield run
-    signal.signal(signal.SIGTERM, at_termination)
+    for number, handler in at_signals.items():
+        signal.signal(number, handler)
     sys.excepthook = at_an_error

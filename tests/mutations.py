@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.signals import STOPPED, stopped_by
+from cs336_systems.signals import STOPPED, answer_requests, stopped_by
 
 ROOT = Path(__file__).resolve().parents[1]
 # Longer than any test of these files; a mutation that makes ranks wait for each other ends by it.
@@ -63,8 +62,8 @@ MUTATIONS = [
     Mutation("buffers and parameters are not broadcast at wrapping", _D + "ddp_base.py",
              "        broadcast_module(module, self.process_group)\n", "", "test_ddp_modules.py test_ddp_wrappers.py"),
     Mutation("gradients of no_sync are averaged", _D + "ddp_base.py",
-             "self._is_synchronizing = self._is_synchronizing, False",
-             "self._is_synchronizing = self._is_synchronizing, True",
+             "self._watch.is_on = self._watch.is_on, False",
+             "self._watch.is_on = self._watch.is_on, True",
              "test_ddp_modules.py test_ddp_wrappers.py"),
     Mutation("updated parameters are not sent", _D + "sharded_optimizer.py",
              "            if self.world_size > 1:\n", "            if self.world_size > 9:\n",
@@ -140,7 +139,7 @@ def to_go_on(left: Sequence[Mutation]) -> str:
 
 def main() -> None:
     # As Ctrl-C: the copy is removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    answer_requests(lambda number, frame: sys.exit(128 + number))
     names = sys.argv[1:]
     if {"-h", "--help"} & {*names}:
         print(__doc__)

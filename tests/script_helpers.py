@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 from cs336_systems import cpu_load
 from cs336_systems.distributed.spawn import start_context
+from cs336_systems.signals import STOPPED
 from tests.distributed_helpers import ROOT  # its import starts the fork server
 
 END_S = 120.0  # on a busy machine
@@ -82,11 +84,12 @@ class ScriptProcess:
 def _run(argv: list[str], environment: dict[str, str], stdout: Path, stderr: Path, server_address: str) -> None:
     # The processes that it starts are forked from the same server: else it would start one, which imports torch anew.
     server: Any = forkserver._forkserver
+    multiprocessing.process._parent_process = None  # as a script that a person starts
     server._forkserver_address, server.ensure_running = server_address, lambda: None
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server's processes have it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPED)  # the fork server's processes have some of them blocked
     encoding = os.environ.get("PYTHONIOENCODING", "utf-8")
     for number, path in ((1, stdout), (2, stderr)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

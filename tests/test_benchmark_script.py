@@ -84,7 +84,8 @@ def test_a_standard_output_that_cannot_take_the_table_loses_no_file(tmp_path, st
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_a_signal_leaves_the_rows_so_far_and_no_process(tmp_path, number, status, run_script):
     arguments = [*QUICK, "--mode", "forward", "--out", tmp_path / "out"]

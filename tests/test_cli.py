@@ -19,6 +19,7 @@ import pytest
 
 from cs336_systems import cli, resuming
 from cs336_systems.cli import as_flag, command_line, parse
+from cs336_systems.signals import STOPPED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -106,8 +107,9 @@ def test_an_interrupt_before_the_device_is_known_names_the_command(
     assert shown == f"Interrupted before anything was measured. {word}: {typed}"
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_sigterm_before_a_run_has_begun_has_a_line_too(has_begun, tmp_path, monkeypatch, run_script):
+def test_a_request_to_end_before_a_run_has_begun_has_a_line_too(has_begun, name, tmp_path, monkeypatch, run_script):
     """Later the run has one of its own."""
     monkeypatch.setattr(resuming, "_has_begun", threading.Event())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -116,14 +118,25 @@ def test_sigterm_before_a_run_has_begun_has_a_line_too(has_begun, tmp_path, monk
     def ended(*_, **__):
         if has_begun:
             resuming.run_begins()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.Signals[name])
 
     monkeypatch.setattr("cs336_systems.benchmarking.into_files.check_writable", ended)
     status, _, errors = run_script("benchmark", "--out", tmp_path)
-    assert status == 143
-    line = f"\nEnded by SIGTERM before anything was measured. To begin: python scripts/benchmark.py --out {tmp_path}\n"
-    assert ("SIGTERM" in errors) is not has_begun
+    assert status == 128 + signal.Signals[name]
+    line = f"\nEnded by {name} before anything was measured. To begin: python scripts/benchmark.py --out {tmp_path}\n"
+    assert (name in errors) is not has_begun
     assert errors.endswith("" if has_begun else line)
+
+
+def test_a_terminal_that_closes_ends_no_script_under_nohup(monkeypatch, run_script):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = "cs336_systems.benchmarking.run_benchmark.run_benchmark"
+        monkeypatch.setattr(run, lambda *_, **__: signal.raise_signal(signal.SIGHUP))
+        assert run_script("benchmark")[0] == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_early_interrupt_has_the_status_of_every_other(tmp_path):
@@ -166,7 +179,7 @@ def test_of_a_launched_jobs_ranks_the_first_says_how_to_go_on(rank, told, monkey
     monkeypatch.setattr(resuming, "_has_begun", threading.Event())
     monkeypatch.setattr("cs336_systems.benchmarking.run_benchmark.run_benchmark", lambda *_, **__: None)
     run_script("benchmark")
-    for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match="130"):
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
@@ -174,6 +187,25 @@ def test_of_a_launched_jobs_ranks_the_first_says_how_to_go_on(rank, told, monkey
 
 
 _FLAG = re.compile(r'^    (\w+): [^\n]*\n(?:[ ]{8}[^\n]*\n|    \)\n)*    """(.*?)"""', re.MULTILINE | re.DOTALL)
+
+
+_ON_RANKS = {
+    *("all_reduce_benchmark", "ddp_benchmark", "fsdp_benchmark", "leaderboard_step", "scaling_benchmark"),
+    *("sharded_optimizer_benchmark", "train"),
+}
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in (ROOT / "scripts").glob("*.py")} - _ON_RANKS))
+def test_several_ranks_of_a_script_for_one_process_are_refused(name, monkeypatch, run_script):
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    words = {"analyze_nsys": ["x"], "submit_sweep": ["--command", "x", "--vary", "--a 1"]}.get(name, [])
+    assert run_script(name, *words) == (
+        2,
+        "",
+        f"error: {name}.py takes one process, and the launcher started 2 (torchrun, srun or WORLD_SIZE); python starts "
+        "one\n",
+    )
 
 
 def test_flags_are_described_and_those_that_mean_the_same_in_the_same_words():
@@ -401,28 +433,36 @@ def test_a_flag_without_values_does_not_mean_all(run_script, monkeypatch, capsys
     assert parse(_Lists, "") == _Lists()
 
 
-def test_sigterm_in_an_import_that_swallows_it_ends_the_program_after_it(tmp_path):
-    """As libraries do that try what they can import."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_signals_in_an_import_that_swallows_them_end_the_program(tmp_path, has_begun, name):
+    """At once before the run, and after the import then. Libraries do that which try what they can import."""
     (tmp_path / "greedy.py").write_text(
         "import os, signal, time\n"
         "try:\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"    os.kill(os.getpid(), signal.{name})\n"
         "    time.sleep(0.2)\n"
         "except BaseException:\n"
         "    pass\n"
         "print('whole')\n"
     )
     script = (
-        "import time\n"
+        "import atexit, time\n"
         "from dataclasses import make_dataclass\n"
         "from cs336_systems.cli import parse\n"
+        "from cs336_systems.resuming import run_begins\n"
+        "atexit.register(print, 'at the end')\n"
         "parse(make_dataclass('Arguments', []), '')\n"
+        f"{'run_begins()' if has_begun else ''}\n"
         "import greedy\n"
         "time.sleep(30)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=25)
-    assert (run.returncode, run.stdout, run.stderr) == (143, "whole\n", "\nEnded by SIGTERM.\n")
+    # A run says itself what has ended it; Ctrl-C that it does not catch is a line all the same.
+    line = {"SIGINT": "\nInterrupted.\n", "SIGTERM": "" if has_begun else "\nEnded by SIGTERM.\n"}[name]
+    whole = "whole\n" if has_begun else ""
+    assert (run.returncode, run.stdout, run.stderr) == (128 + signal.Signals[name], f"{whole}at the end\n", line)
 
 
 def test_the_command_has_what_the_environment_changes(monkeypatch):
@@ -435,17 +475,19 @@ def test_the_command_has_what_the_environment_changes(monkeypatch):
     assert command_line() == "OMP_NUM_THREADS=1 TRITON_INTERPRET=1 python scripts/benchmark.py --out 'a b'"
 
 
+_TORCHRUN = {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 _STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2"}
 
 
 @pytest.mark.parametrize(
     ("environment", "launched"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+        ({**_TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
          "torchrun --nproc-per-node 2"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+        ({**_TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
          "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "3"}, "torchrun --nproc-per-node 3"),  # set by hand
+        ({"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+         "RANK=0 WORLD_SIZE=3 MASTER_ADDR=a MASTER_PORT=1 python"),  # set by hand
         (_STEP, "srun --nodes 2 --ntasks 8 python"),
         ({**_STEP, "SLURM_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"},
          "srun --nodes 2 --ntasks 8 --cpus-per-task 4 --gpus-per-task 1 python"),
@@ -459,6 +501,25 @@ def test_the_command_has_the_launcher(monkeypatch, environment, launched):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "scripts" / "ddp_benchmark.py"), "--out", "a b"])
     assert command_line() == f"{launched} scripts/ddp_benchmark.py --out 'a b'"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads another process's command line under /proc")
+def test_the_command_has_torchrun_s_options_as_they_were_typed(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name, value in {**_TORCHRUN, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    script = str(ROOT / "scripts" / "ddp_benchmark.py")
+    monkeypatch.setattr(sys, "argv", [script, "--out", "a"])
+    typed = ["bin/torchrun", "--nproc_per_node=2", "--master-port", "29711", *sys.argv]
+    code = "input(print('ready', flush=True) or '')"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, *typed], **pipes) as parent:
+        assert parent.stdout.readline() == b"ready\n"
+        monkeypatch.setattr(os, "getppid", lambda: parent.pid)
+        command = command_line()
+        parent.communicate(b"\n")
+    assert command == "torchrun --nproc_per_node=2 --master-port 29711 scripts/ddp_benchmark.py --out a"
 
 
 @dataclass(frozen=True)
@@ -479,7 +540,7 @@ class _Paths:
 )
 def test_an_empty_path_is_not_the_current_folder(monkeypatch, capsys, words, why):
     """Nor does `parse` lose what is a path."""
-    at_termination, at_an_error = signal.getsignal(signal.SIGTERM), sys.excepthook
+    at_signals, at_an_error = {n: signal.getsignal(n) for n in STOPPED}, sys.excepthook
     try:
         monkeypatch.setattr(sys, "argv", ["script", *words])
         with pytest.raises(SystemExit, match="2"):
@@ -490,5 +551,6 @@ def test_an_empty_path_is_not_the_current_folder(monkeypatch, capsys, words, why
         monkeypatch.setattr(sys, "argv", ["script", "--out", ".", "--data", "d", "--reports", "a", "b"])
         assert parse(_Paths, "Says nothing.") == _Paths(Path(), Path("d"), (Path("a"), Path("b")))
     finally:
-        signal.signal(signal.SIGTERM, at_termination)
+        for number, handler in at_signals.items():
+            signal.signal(number, handler)
         sys.excepthook = at_an_error

@@ -109,7 +109,7 @@ assert _n_collectives(cell, wrapped, 2) == 1
 from cs336_systems import cli
 for command in {commands!r}:
     script, *words = shlex.split(command)
-    cli.parse = lambda arguments, description: sys.exit(not tyro.cli(arguments, args=words))
+    cli.parse = lambda arguments, description, **options: sys.exit(not tyro.cli(arguments, args=words))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -193,7 +193,7 @@ def test_every_command_of_the_documentation_parses(monkeypatch):
             by_script.setdefault(script, []).append((f"{name}: {command}", words))
     wrong, parsed = [], []
 
-    def parse(arguments, description):
+    def parse(arguments, description, **options):
         words = [word for word in sys.argv[1:] if not _PLACEHOLDER.fullmatch(word)]
         parsed.append(tyro.cli(arguments, args=words))
         raise SystemExit(0)

@@ -95,7 +95,11 @@ def test_a_row_and_then_tables_that_do_not_fit_are_one_line(results, capsys):
 
 @pytest.mark.parametrize(
     ("number", "error", "word"),
-    [(signal.SIGINT, KeyboardInterrupt(), "Interrupted"), (signal.SIGTERM, SystemExit(143), "Ended by SIGTERM")],
+    [
+        (signal.SIGINT, KeyboardInterrupt(), "Interrupted"),
+        (signal.SIGTERM, SystemExit(143), "Ended by SIGTERM"),
+        (signal.SIGHUP, SystemExit(129), "Ended by SIGHUP"),
+    ],
 )
 def test_a_second_signal_does_not_spoil_the_files(results, capsys, number, error, word):
     def sweep():

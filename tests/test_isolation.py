@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from cs336_systems.distributed.spawn import spawn_processes
 from cs336_systems.files import NotWritten
 from cs336_systems.records import Unsupported
 from tests.script_helpers import is_running, wait_until
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def _double(value):
@@ -155,6 +159,44 @@ def test_what_counts_as_out_of_memory_needs_no_torch(monkeypatch):
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(ImportError("libc10.so: failed to map segment from shared object"))
     assert not is_out_of_memory(KeyError())
+
+
+_BEFORE_A_SLOW_IMPORT = """
+import multiprocessing.forkserver, os, signal, sys
+from cs336_systems.benchmarking import isolation
+
+if __name__ == "__main__":
+    isolation._PRELOADED = ["slow_to_import"]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    try:
+        isolation.run_isolated(max, 1, 2)
+    finally:
+        print(multiprocessing.forkserver._forkserver._forkserver_pid, flush=True)
+"""
+_SLOW_IMPORT = """
+import pathlib, time
+pathlib.Path(__file__).with_suffix(".begun").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_signals_are_answered_while_the_fork_server_imports(tmp_path, number, status):
+    (tmp_path / "main.py").write_text(_BEFORE_A_SLOW_IMPORT)
+    (tmp_path / "slow_to_import.py").write_text(_SLOW_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    output = tmp_path / "output"
+    with output.open("w") as stdout:
+        words = [sys.executable, tmp_path / "main.py"]
+        process = subprocess.Popen(words, env=environment, stdout=stdout, stderr=subprocess.DEVNULL)
+    try:
+        wait_until((tmp_path / "slow_to_import.begun").exists, "the import")
+        time.sleep(0.2)  # by then the process waits for the server
+        process.send_signal(number)
+        assert process.wait(timeout=20) == status
+    finally:
+        process.kill()
+    os.kill(int(output.read_text()), signal.SIGKILL)  # which would sleep on
 
 
 def test_a_child_does_not_outlive_a_killed_parent(tmp_path):

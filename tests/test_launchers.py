@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -11,15 +12,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.launcher import Placement, launcher
+from cs336_systems.distributed.launcher import Placement, RanksMissingError, launcher
 from cs336_systems.distributed.lifeline import own_address
-from cs336_systems.distributed.process_group import RankContext, _gpu_index, run_ranks
+from cs336_systems.distributed.meeting import from_rank_0
+from cs336_systems.distributed.process_group import GroupOptions, RankContext, _gpu_index, run_ranks
 from cs336_systems.distributed.spawn import start_context
 from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
 from tests.script_helpers import ScriptProcess, wait_until
@@ -101,6 +104,7 @@ def _torchrun_environment(rank: int, world_size: int, port: int, _: Path) -> dic
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the agent, here the test, holds the store
     }
 
@@ -279,6 +283,75 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     tables = [(tmp_path / "out" / f"all_reduce.{kind}").read_text() for kind in ("md", "csv", "tex")]
     assert [tables[0].count("| ok "), len(tables[1].splitlines())] == [n_rows, n_rows + 1]
     assert (tmp_path / "out" / "all_reduce.png").exists()
+
+
+# Ranks whose others never come
+
+
+def _stand_alone(monkeypatch: pytest.MonkeyPatch, kind: str, rank: int, directory: Path) -> None:
+    port = 1 if rank else 0  # at which nobody listens, or which the system picks
+    for name, value in ENVIRONMENTS[kind](rank, 2, port, directory).items():
+        if name != "TORCHELASTIC_USE_AGENT_STORE":  # rank 0 holds the store
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_waits_for_others_answers_signals(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _stand_alone(monkeypatch, "torchrun", 0, tmp_path)
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    begin_s = time.monotonic()
+    try:
+        Timer(0.5, os.kill, (os.getpid(), number)).start()
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            from_rank_0("rows", timeout_s=1e5)  # longer than the tests take: its thread waits on
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert time.monotonic() - begin_s < 15
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "place"),
+    [("torchrun", 0, " at 127.0.0.1:0"), ("torchrun", 1, " at 127.0.0.1:1"), ("slurm", 1, "")],
+)
+def test_ranks_that_do_not_come_are_an_error_in_a_line(
+    kind: str, rank: int, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _stand_alone(monkeypatch, kind, rank, tmp_path)
+    with pytest.raises(RanksMissingError) as error:
+        from_rank_0(None, timeout_s=1.0)
+    line = f"rank {rank} of 2 waited 1 s for the others{place}, and not all of ranks 0 to 1 came"
+    assert (str(error.value), error.value.in_a_line) == (line, line)
+
+
+def test_a_place_that_cannot_be_is_an_error_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _stand_alone(monkeypatch, "torchrun", 0, tmp_path)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(RanksMissingError, match=rf"rank 0 of 2 could not meet the others at 127.0.0.1:{port}: The"):
+            from_rank_0(None, timeout_s=5.0)
+
+
+def _alone(environment: dict[str, str], output: Path, ends: str) -> None:
+    os.environ.update(environment)
+    _write_to(output)
+    if ends == "fails":
+        run_ranks(_sum, 0, world_size=2, options=GroupOptions("cpu", timeout_s=1.0))
+    from_rank_0("rows", timeout_s=20.0)
+    atexit._run_exitfuncs()  # as at the end of a program, by SIGTERM or otherwise
+
+
+@pytest.mark.parametrize("ends", ["fails", "is stopped"])
+def test_a_slurm_job_whose_ranks_did_not_all_come_leaves_no_file(ends: str, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    arguments = (_srun_environment(0, 2, 0, tmp_path), output, ends)
+    codes = _run_to_end([start_context().Process(target=_alone, args=arguments)])
+    assert codes == [1 if ends == "fails" else 0]
+    if ends == "fails":
+        assert output.read_text() == "error: rank 0 of 2 waited 1 s for the others, and not all of ranks 0 to 1 came\n"
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_a_slurm_task_with_a_gpu_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.signals import STOPPED
 from tests import mutations
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,14 +37,19 @@ def run_mutations(
         shown = capsys.readouterr()
         return ended.value.code, shown.out, shown.err
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in STOPPED}
     yield run
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
     ("raised", "status", "word"),
-    [(KeyboardInterrupt(), 130, "Interrupted"), (SystemExit(143), 143, "Ended by SIGTERM")],
+    [
+        (KeyboardInterrupt(), 130, "Interrupted"),
+        (SystemExit(143), 143, "Ended by SIGTERM"),
+        (SystemExit(129), 129, "Ended by SIGHUP"),
+    ],
 )
 def test_what_stops_it_is_told_with_what_is_left(monkeypatch, tmp_path, run_mutations, raised, status, word):
     tried: list[mutations.Mutation] = []

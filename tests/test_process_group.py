@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -72,6 +73,35 @@ def test_a_spawned_rank_imports_no_torch_of_its_own(tmp_path: Path) -> None:
     script.write_text(_FIRST_MODULES)
     output, _ = start_python(str(script)).communicate()
     assert output == "[True, True] False\n"
+
+
+_A_PROCESS = """
+import multiprocessing, sys, tempfile
+from multiprocessing import util
+from cs336_systems.signals import starting_processes
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("forkserver").Process(target=sys.exit, args=(7,))
+    with starting_processes():
+        process.start()
+    process.join()
+    print(process.exitcode, util.get_temp_dir(), tempfile.gettempdir())
+"""
+
+
+@pytest.mark.parametrize("n_characters", [70, 71, 72, 76, 200])
+def test_a_long_tmpdir_leaves_room_for_sockets(n_characters: int, tmp_path: Path) -> None:
+    script, folder = tmp_path / "process.py", Path(tempfile.mkdtemp(dir="/tmp"))
+    script.write_text(_A_PROCESS)
+    long = folder / ("x" * (n_characters - len(f"{folder}/")))
+    long.mkdir()
+    output, _ = start_python(str(script), TMPDIR=str(long)).communicate()
+    code, of_sockets, of_files = output.split()
+    assert (code, of_files) == ("7", str(long))
+    assert str(Path(of_sockets).parent) == (str(long) if n_characters <= 71 else "/tmp")
+    assert not Path(of_sockets).exists()
+    long.rmdir()  # in which nothing is left
+    folder.rmdir()
 
 
 def _fail(context: RankContext, how: str) -> None:
@@ -212,7 +242,7 @@ def test_bad_world_sizes_are_refused() -> None:
 def test_a_world_size_other_than_the_launchers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="world_size=3: must be 2, as many ranks as torchrun started"):
+    with pytest.raises(ValueError, match="world_size=3: must be 2, as many ranks as the launcher started"):
         run_ranks(_sum_of_ranks, 0, world_size=3)
 
 

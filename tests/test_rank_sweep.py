@@ -229,10 +229,17 @@ def test_a_killed_rank_s_reason_is_shown(
     ranks.stop_at, ranks.stop = before + 1, _raise(KILLED)
     status, output, errors = run_script(script, *arguments, "--out", tmp_path / "one")
     reasons = [line for line in output.splitlines() if line.startswith("- ")]
-    assert status == 0, errors
+    assert status == 1
+    n_cells = len(_rows(tmp_path / "one", name))
+    assert re.search(
+        rf"\n1 of {n_cells} cells were killed, and are tried again by --resume: .*\. To go on: test --r", errors
+    )
     assert reasons == ["- [1] rank 1 of 2 was killed by SIGKILL"]
     written = (tmp_path / "one" / f"{name}.md").read_text()
     assert (written.count(" killed [1] "), reasons[0] in written) == (1, True)
+    ranks.stop_at = None
+    status, _, errors = run_script(script, *arguments, "--out", tmp_path / "one", "--resume")
+    assert (status, "were killed" in errors, len(_rows(tmp_path / "one", name))) == (0, False, n_cells)
     killed = Outcome("killed", reason="rank 1 of 2 was killed by SIGKILL")
     monkeypatch.setattr(rank_sweep, "_measure_on_ranks", lambda *_: killed)
     status, output, _ = run_script(script, *arguments, "--out", tmp_path / "all")
@@ -242,6 +249,16 @@ def test_a_killed_rank_s_reason_is_shown(
     written = (tmp_path / "all" / f"{name}.md").read_text()
     assert written.count(" killed [1] ") == len(_rows(tmp_path / "all", name)) > 0
     assert not [path.name for path in (tmp_path / "all").glob("*.png") if "by_ranks" not in path.name]
+
+
+def test_a_killed_rank_of_the_all_reduces_alone_shows_in_the_status_too(
+    ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    _, arguments, _ = SCRIPTS["ddp_benchmark"]
+    ranks.stop_at, ranks.stop = 0, _raise(KILLED)
+    status, _, errors = run_script("ddp_benchmark", *arguments, "--out", tmp_path)
+    assert (status, len(_rows(tmp_path, "ddp"))) == (1, 4)
+    assert "\n1 of 3 cells were killed, and are tried again by --resume: 2 ranks, 0.1 MB. To go on: test " in errors
 
 
 def test_a_run_resumes_only_its_own_workload(ranks: Ranks, run_script: Callable[..., Any], tmp_path: Path) -> None:
@@ -315,11 +332,12 @@ def test_ctrl_c_in_a_terminal_ends_ranks_without_a_word(tmp_path: Path) -> None:
 
 
 def _has_interrupts_blocked(index: int, connection: Any) -> None:
-    connection.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    connection.send({signal.SIGINT, signal.SIGHUP} <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
 def _survives_an_interrupt(index: int) -> str:
-    os.kill(os.getpid(), signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(os.getpid(), number)
     return "lives"
 
 

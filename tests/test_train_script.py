@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from cs336_systems import feasibility
+from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.files import NotWritten
 from cs336_systems.training import checkpoints, loop, run
 from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments
 from cs336_systems.training.metrics import METRICS, PLOT, read_metrics
 from cs336_systems.training.run import run_training
-from tests.script_helpers import ScriptProcess, run_without_torch, wait_until
+from tests.script_helpers import ScriptProcess, forked_processes, run_without_torch, wait_until
 from tests.training_helpers import lines, make_config, train, write_text
 
 
@@ -114,47 +115,56 @@ def test_a_run_killed_anywhere_resumes_bit_for_bit(tmp_path):
     assert not list(killed.out.glob(".checkpoint-*"))  # nothing half-written is left
 
 
-def _interrupt_in(step, times=1):
-    """A Trainer in whose step the process gets Ctrl-C, as the terminal would send it."""
+def _interrupt_in(step, *numbers):
+    """A Trainer in whose step the process gets signals, as the terminal or a scheduler would send them."""
 
     class Interrupted(loop.Trainer):
         def step(self, number, count_zeros=False):
             if number == step:
-                for _ in range(times):
-                    signal.raise_signal(signal.SIGINT)
+                for one in numbers:
+                    signal.raise_signal(one)
             return super().step(number, count_zeros)
 
     return Interrupted
 
 
-def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Ended by SIGTERM"), (signal.SIGHUP, "Ended by SIGHUP")],
+)
+def test_a_signal_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, number, word):
     config = make_config(tmp_path)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "Trainer", _interrupt_in(step=5))
+        patch.setattr(loop, "Trainer", _interrupt_in(5, number))
         with pytest.raises(SystemExit) as interrupted:
             run_training("python x.py --out a", config)
-    assert interrupted.value.code == 130
+    assert interrupted.value.code == 128 + number
     told = capsys.readouterr().err
-    assert "Interrupted: this step is finished and saved first. Once more ends at once, without." in told
-    assert "Interrupted after step 5, which is saved. To go on from there: python x.py --out a --resume\n" in told
+    assert f"\n{word}: this step is finished and saved first. Once more ends at once, without." in told
+    assert f"\n{word} after step 5, which is saved. To go on from there: python x.py --out a --resume\n" in told
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4, 5]
     assert [path.name for path in list_checkpoints(config.out)][-1] == "checkpoint-00000005.pt"
     assert (config.out / PLOT).exists()
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     assert run_training("x", dataclasses.replace(config, resume=True)).status == "finished"
     whole = make_config(tmp_path, out=tmp_path / "whole")
     train(whole)
     assert lines(config, "train") == lines(whole, "train")
 
 
-def test_a_second_ctrl_c_ends_at_once_with_what_is_there(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("second", "word"),
+    [(signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Ended by SIGTERM")],
+    ids=["SIGINT", "SIGTERM"],
+)
+def test_a_second_signal_ends_at_once_with_what_is_there(tmp_path, monkeypatch, capsys, second, word):
     config = make_config(tmp_path)
-    monkeypatch.setattr(loop, "Trainer", _interrupt_in(step=5, times=2))
+    monkeypatch.setattr(loop, "Trainer", _interrupt_in(5, signal.SIGINT, second))
     with pytest.raises(SystemExit) as interrupted:
         run_training("x", config)
-    assert interrupted.value.code == 130
-    assert "Interrupted. To go on from checkpoint-00000003.pt: x --resume\n" in capsys.readouterr().err
+    assert interrupted.value.code == 128 + second
+    assert f"\n{word}. To go on from checkpoint-00000003.pt: x --resume\n" in capsys.readouterr().err
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4]
     assert (config.out / PLOT).exists()
 
@@ -166,9 +176,34 @@ def test_sigterm_is_told_with_the_command_that_goes_on(tmp_path, parallel):
     wait_until(lambda: len(list_checkpoints(config.out)) > 1, "a checkpoint before the newest, which may be half there")
     script.send_signal(signal.SIGTERM)
     assert script.wait() == 128 + signal.SIGTERM
-    assert re.search(r"\nEnded by SIGTERM\. To go on from checkpoint-\d+\.pt: .* --resume\n", script.errors)
+    how = {"none": r" after step \d+, which is saved\. To go on from there", "ddp": r"\. To go on from check.*\.pt"}
+    assert re.search(rf"\nEnded by SIGTERM{how[parallel]}: .* --resume\n", script.errors)
     assert "--no-resume" not in script.errors
     assert "Traceback" not in script.errors
+
+
+def test_a_killed_rank_is_named_with_the_command_that_goes_on(tmp_path):
+    config = make_config(tmp_path, steps=1_000_000, checkpoint_every=2, parallel="ddp")
+    others = set(forked_processes())
+    script = ScriptProcess(tmp_path, "train", *_arguments(config))
+    wait_until(lambda: len(list_checkpoints(config.out)) > 1, "a checkpoint before the newest, which may be half there")
+    ranks = sorted(set(forked_processes()) - others - {script.pid})
+    os.kill(ranks[-1], signal.SIGKILL)
+    assert script.wait() == 1
+    told = r"\nerror: rank \d of 2 was killed by SIGKILL\. To go on from checkpoint-\d+\.pt: .*--resume\n"
+    assert re.search(told, script.errors)
+    assert "Traceback" not in script.errors
+
+
+def test_an_error_in_a_rank_keeps_its_traceback_and_says_how_to_go_on(tmp_path, monkeypatch):
+    def failed(*_, **__):
+        raise RankFailedError("rank 1 of 2 raised KeyError", 1, "Traceback ...", 1)
+
+    monkeypatch.setattr(run, "run_ranks", failed)
+    with pytest.raises(RankFailedError) as error:
+        run_training("python x.py", make_config(tmp_path, parallel="ddp"))
+    how = "To go on from the beginning, as there is no checkpoint yet: python x.py --resume"
+    assert error.value.__notes__ == [f"\n{how}"]
 
 
 def test_more_ranks_than_cores_are_told(tmp_path, monkeypatch, capsys):

@@ -118,7 +118,9 @@ def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypat
         raise RankFailedError("rank 1 was killed by SIGKILL", 1, "", -signal.SIGKILL)
 
     monkeypatch.setattr("cs336_systems.benchmarking.convergence.spawn_ranks", killed)
-    rows = _run(tmp_path, variant=("ddp", "fp32"), seed=(0,))
+    with pytest.raises(SystemExit, match="1"):
+        _run(tmp_path, variant=("ddp", "fp32"), seed=(0,))
+    rows = read_results(tmp_path / "runs" / "convergence.json", ConvergenceRow)[1]
     assert [(row.variant, row.status) for row in rows] == [("ddp", "killed"), ("fp32", "ok")]
     assert "rank 1" in rows[0].reason
     monkeypatch.undo()

@@ -38,7 +38,7 @@ from cs336_systems.distributed.process_group import GroupOptions, spawn_ranks
 from cs336_systems.feasibility import TooLittleMemory, tell_if_crowded
 from cs336_systems.progress import progress
 from cs336_systems.records import ResultsFile
-from cs336_systems.signals import signals_waiting
+from cs336_systems.signals import signals_waiting, stopped_by
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
 from cs336_systems.training.loop import Summary, train_rank
@@ -116,7 +116,7 @@ def run_convergence(
                     results.append(future.result())
             except BaseException as error:
                 try:
-                    if isinstance(error, KeyboardInterrupt):
+                    if stopped_by(error) is not None:
                         _let_save(futures)
                 finally:
                     _end(futures)
@@ -148,7 +148,7 @@ def _runs_at_once(device: str) -> int:
 
 
 def _let_save(runs: Mapping[Future, _Run]) -> None:
-    """Waits until the runs in one process that have begun have finished their step and saved it; the second Ctrl-C ends
+    """Waits until the runs in one process that have begun have finished their step and saved it; a second signal ends
     that. Those on several ranks have no step in which all of them would know of it.
 
     Raises what a run had raised, as where the disk was full and its step could not be saved.

@@ -24,7 +24,7 @@ from cs336_systems.provenance import (
     collect_provenance,
     devices_here,
 )
-from cs336_systems.records import ResultsFile
+from cs336_systems.records import ResultsFile, is_row_of
 from cs336_systems.resuming import to_go_on
 from cs336_systems.signals import STOPPED, answer, leave_unwinding_untold, stopped_by
 from cs336_systems.sweep_cells import possible
@@ -54,8 +54,8 @@ def measure_into_files(
     are rows. `check_cells(cells)` raises ValueError where none of the others can be on this machine. `sweep` measures,
     and `write_files` writes all but the JSON file and returns what a person reads. Bad input ends the program with
     status 2 before anything is built; Ctrl-C and errors leave the rows so far on disk. With `must_measure` it ends with
-    status 1 if no cell at all was measured. Without `is_timed` no time is among the results, and nothing is said of a
-    busy CPU.
+    status 1 if no cell at all was measured, or one was killed. Without `is_timed` no time is among the results, and
+    nothing is said of a busy CPU.
     """
     with refusing_bad_input():
         check_without_torch(make_cells, device)
@@ -77,11 +77,11 @@ def sweep_into_files(
     What others use of a CPU is looked at once more if `sweep` has timed anything there.
 
     Raises:
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM (as cli.py answers it), 1 where a file could not be written,
-            each after a line that says how to go on.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (as cli.py answers them), 1 where a file
+            could not be written, each after a line that says how to go on.
     """
     told: list[str] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPPED}
     try:
         with _explaining(NotWritten, results, told):
             sweep()
@@ -102,9 +102,22 @@ def sweep_into_files(
 
 
 def check_any_measured(results: ResultsFile) -> None:
-    """Raises SystemExit with status 1 where all rows say that their cells could not be measured."""
+    """Raises SystemExit with status 1 where all rows say that their cells could not be measured, or one that was asked
+    for that its process was killed, which is tried again (`unmeasured`)."""
     if all(getattr(row, "status", "ok") != "ok" for row in results.rows):
         raise SystemExit(1)
+    check_none_killed(results)
+
+
+def check_none_killed(results: ResultsFile) -> None:
+    """Raises SystemExit with status 1 where a cell's row says that its process, or a rank of it, was killed."""
+    if _killed(results):
+        raise SystemExit(1)
+
+
+def _killed(results: ResultsFile) -> list[str]:
+    killed = [row for row in results.rows if getattr(row, "status", "ok") == "killed"]
+    return [text for cell, text in results.asked.items() if any(is_row_of(row, cell) for row in killed)]
 
 
 def finish_files(
@@ -127,14 +140,21 @@ def finish_files(
 
 
 def _tell_what_is_left(results: ResultsFile, told: Sequence[str]) -> None:
-    """How many of the cells that a run was asked for have rows, and which have none, if it was stopped before; and how
-    to go on, unless that is `told`."""
-    n, left = len(results.asked), results.left()
-    more = [f"and {len(left) - _MOST_LISTED} more"] if len(left) > _MOST_LISTED else []
+    """How many of the cells that a run was asked for have rows, and which have none, if it was stopped before; which
+    were killed; and how to go on, unless that is `told`."""
+    n, left, killed = len(results.asked), results.left(), _killed(results)
+    lines = [f"{n - len(left)} of {n} cells have their rows. Left: {_listed(left)}."] if left else []
+    if killed:
+        lines.append(f"{len(killed)} of {n} cells were killed, and are tried again by --resume: {_listed(killed)}.")
     how = to_go_on(results.runs[-1].command)
     how = "" if any(how in line for line in told) else f" {how}"
-    if left:
-        tell(f"{n - len(left)} of {n} cells have their rows. Left: {'; '.join([*left[:_MOST_LISTED], *more])}.{how}")
+    if lines:
+        tell(f"{' '.join(lines)}{how}")
+
+
+def _listed(cells: Sequence[str]) -> str:
+    more = [f"and {len(cells) - _MOST_LISTED} more"] if len(cells) > _MOST_LISTED else []
+    return "; ".join([*cells[:_MOST_LISTED], *more])
 
 
 def _answer(handlers: dict[signal.Signals, Any]) -> None:

@@ -21,7 +21,12 @@ from typing import Any
 
 from cs336_systems.files import NotWritten
 from cs336_systems.records import Unsupported
-from cs336_systems.signals import leave_interrupts_to_parent, leave_no_semaphore, starting_processes
+from cs336_systems.signals import (
+    leave_interrupts_to_parent,
+    leave_no_semaphore,
+    starting_processes,
+    wait_for_fork_server,
+)
 
 # torch._dynamo takes seconds to import, and every optimizer imports it when it is made.
 _PRELOADED = ["torch", "torch._dynamo", "cs336_systems.workload"]
@@ -68,6 +73,7 @@ def run_isolated(function: Callable[..., Any], *args: Any, environment: Mapping[
         target=_child, args=(sender, lifeline_end, dict(environment or {}), function, args), daemon=True
     )
     try:
+        wait_for_fork_server(context)
         with starting_processes():
             child.start()
         sender.close()

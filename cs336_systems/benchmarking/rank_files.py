@@ -35,7 +35,7 @@ def ranks_into_files(
     """`sweep_into_files` on the rank that has `results`; on the others (None) only the sweep.
 
     Args:
-        must_measure: end the program with status 1 if no cell at all was measured.
+        must_measure: end the program with status 1 if no cell at all was measured, or one was killed.
 
     Raises:
         SystemExit: as `sweep_into_files`, or for `must_measure`.

@@ -19,12 +19,12 @@ from cs336_systems.configs import check, named_shape
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.defaults import fill_in
 from cs336_systems.distributed.launcher import launched_rank, launched_world_size
+from cs336_systems.distributed.meeting import from_rank_0
 from cs336_systems.distributed.process_group import (
     DEFAULT_TIMEOUT_S,
     NEEDS_NCCL,
     GroupOptions,
     RankContext,
-    from_rank_0,
     run_ranks,
 )
 from cs336_systems.distributed.spawn import RankFailedError, start_fork_server

@@ -27,6 +27,7 @@ from cs336_systems.benchmarking.data_parallel import (
     measure_data_parallel,
     scheme_label,
 )
+from cs336_systems.benchmarking.into_files import check_none_killed
 from cs336_systems.benchmarking.rank_files import (
     VARIED,
     ByLabel,
@@ -141,6 +142,8 @@ def run_data_parallel_benchmark(
         lambda: run_rank_sweep(cells, measure, results, cell_label, complete, timeout_s, known=does_not_fit),
         lambda results: _write_files(results, costs, timelines),
     )
+    if all_reduces is not None:
+        check_none_killed(all_reduces)
     return results.rows if results is not None else []
 
 

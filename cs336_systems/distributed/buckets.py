@@ -133,12 +133,22 @@ class FlatBucket(Bucket):
         """Zero all gradients with one fill, and make each `.grad` its view, so that autograd adds to it in place."""
         self.buffer.zero_()
         for parameter, view in zip(self.parameters, self.averaged, strict=True):
+            self._check_uncast(parameter)
             parameter.grad = view
+
+    def _check_uncast(self, parameter: nn.Parameter) -> None:
+        if parameter.dtype != self.buffer.dtype or parameter.device != self.buffer.device:
+            raise RuntimeError(
+                f"module: a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} on {parameter.device}, "
+                f"and was {self.buffer.dtype} on {self.buffer.device} when it was wrapped, as its bucket is still: "
+                "wrap after casting and moving"
+            )
 
     def take(self, i: int) -> None:
         # At once, not at launch: the new gradient is still in the cache, and its memory is free for the next one.
         self._is_taken[i] = True
         parameter, view = self.parameters[i], self.averaged[i]
+        self._check_uncast(parameter)
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import average_, broadcast_module, check_same_module
 from cs336_systems.distributed.marks import is_averaged_early, is_shard
+from cs336_systems.distributed.step_checks import StepWatch, check_same_parameters
 
 
 class DataParallel(nn.Module, ABC):
@@ -41,8 +42,9 @@ class DataParallel(nn.Module, ABC):
         module: the wrapped module, itself and not a copy. Its state dict is the wrapper's.
         process_group: the ranks that average.
 
-    Parameters whose `requires_grad` is False at wrapping are not averaged; do not unfreeze them later. Buffers are
-    broadcast once, at wrapping, and not in each forward pass.
+    Parameters whose `requires_grad` is False at wrapping are not averaged, nor are those that come later: unfreezing,
+    replacing or adding one is refused when the next step's gradients are finished. A step of an optimizer is refused
+    whose gradients were not. Buffers are broadcast once, at wrapping, and not in each forward pass.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
@@ -66,7 +68,8 @@ class DataParallel(nn.Module, ABC):
         # Tied parameters appear once, under their first name.
         self._names = [name for name, _ in trainable]
         self._trainable = [parameter for _, parameter in trainable]
-        self._is_synchronizing = True
+        self._trainable_ids = {id(parameter) for parameter in self._trainable}
+        self._watch = StepWatch(self._trainable)
         devices = {str(parameter.device) for parameter in self._trainable}
         if len(devices) > 1:
             raise ValueError(
@@ -82,9 +85,20 @@ class DataParallel(nn.Module, ABC):
 
         Every rank must call it equally often. Inside `no_sync` it does nothing. On a GPU it queues work and does not
         wait for the device, unless a parameter has no gradient on this rank.
+
+        Raises:
+            RuntimeError: a parameter that requires a gradient was none of the module's, or was frozen, at wrapping.
         """
-        if self._is_synchronizing and self._trainable:
+        if not self._is_synchronizing:
+            return
+        check_same_parameters(self.module, self._trainable_ids)
+        if self._trainable:
             self._synchronize()
+        self._watch.is_due = False
+
+    @property
+    def _is_synchronizing(self) -> bool:
+        return self._watch.is_on
 
     @abstractmethod
     def _synchronize(self) -> None:
@@ -94,11 +108,11 @@ class DataParallel(nn.Module, ABC):
     def no_sync(self) -> Generator[None]:
         """Gradient accumulation: backward passes inside the block add to the gradients on this rank alone. The first
         backward pass after it, with finish_gradient_synchronization, averages all that has been added up."""
-        before, self._is_synchronizing = self._is_synchronizing, False
+        before, self._watch.is_on = self._watch.is_on, False
         try:
             yield
         finally:
-            self._is_synchronizing = before
+            self._watch.is_on = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's state dict, with its own names."""

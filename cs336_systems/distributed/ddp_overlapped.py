@@ -47,6 +47,7 @@ class OverlappingDataParallel(DataParallel):
         for hook, parameter in zip(self._hooks, self._trainable, strict=True):
             hook.remove()
             mark_averaged_early(parameter, False)
+        self._watch.leave()
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         self._check_dense(index)
@@ -55,7 +56,8 @@ class OverlappingDataParallel(DataParallel):
         if self._launches.is_ready(index):
             raise RuntimeError(
                 f"parameter {self._names[index]!r} got a second gradient before finish_gradient_synchronization(), and "
-                "the first may be on its way already: run all backward passes but the last inside no_sync()"
+                "the first may be on its way already: call that after each backward pass, and to add several passes up "
+                "run all but the last inside no_sync()"
             )
         self._take(index)
         for portion in self._launches.mark_ready(index):

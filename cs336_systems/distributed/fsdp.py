@@ -25,6 +25,7 @@ from cs336_systems.distributed.fsdp_casts import register_casts
 from cs336_systems.distributed.fsdp_schedule import Use, WeightManager
 from cs336_systems.distributed.fsdp_weight import ShardedWeight
 from cs336_systems.distributed.marks import is_shard, mark_shard
+from cs336_systems.distributed.step_checks import check_same_parameters
 
 _LINEAR = (cs336_basics.model.Linear, nn.Linear)
 _EMBEDDING = (cs336_basics.model.Embedding, nn.Embedding)
@@ -107,6 +108,8 @@ class FullyShardedDataParallel(nn.Module):
         rest = [parameter for parameter in module.parameters() if parameter not in by_parameter]
         # In a list, so that it is no submodule: these parameters have their place in the module.
         self._replicated = [FlatDDP(nn.ParameterList(rest), group)]
+        averaged = [*by_parameter, *(parameter for parameter in rest if parameter.requires_grad)]
+        self._averaged_ids = {id(parameter) for parameter in averaged}
 
     # ---- Forward and backward ----------------------------------------------------------------------------------------
 
@@ -119,7 +122,12 @@ class FullyShardedDataParallel(nn.Module):
 
         Several backward passes before it add up. Every rank must call it equally often. On a GPU it queues work and
         does not wait for the device, unless a replicated parameter has no gradient on this rank.
+
+        Raises:
+            RuntimeError: a parameter that requires a gradient was none of the module's, or was replicated and frozen,
+                at wrapping.
         """
+        check_same_parameters(self.module, self._averaged_ids)
         self._manager.finish_gradients()
         self._replicated[0].finish_gradient_synchronization()
 

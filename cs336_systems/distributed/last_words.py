@@ -16,9 +16,15 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from cs336_systems.cli import tell
+from cs336_systems.signals import STOPPED
 
-_to_finish: list[Callable[[], None]] = []
+_to_finish: list[Callable[[], object]] = []
 _ending = threading.Lock()
+
+
+def finish_at_end(function: Callable[[], object]) -> None:
+    """`end_at_once` calls `function()` first, whenever that may be."""
+    _to_finish.append(function)
 
 
 @contextmanager
@@ -34,11 +40,11 @@ def finishing(function: Callable[[], None]) -> Generator[None]:
 def end_at_once(status: int) -> NoReturn:
     """Ends this process with an exit status, after what is to be finished. Of several threads the first does it.
 
-    Ctrl-C and SIGTERM, which a launcher sends on to its ranks, are not answered any more; it waits half a minute before
-    it kills. Nor does a standard output or error that cannot be written to (`| head`, a full disk) keep it alive.
+    Ctrl-C and what a launcher sends on to its ranks are not answered any more; it waits half a minute before it kills.
+    Nor does a standard output or error that cannot be written to (`| head`, a full disk) keep it alive.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPED:
             signal.signal(number, signal.SIG_IGN)
     with _ending:
         try:
@@ -51,7 +57,7 @@ def end_at_once(status: int) -> NoReturn:
             os._exit(status)
 
 
-def _finish(function: Callable[[], None]) -> None:
+def _finish(function: Callable[[], object]) -> None:
     try:
         function()
     except SystemExit:  # it has said why it could not

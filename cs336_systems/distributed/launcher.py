@@ -1,9 +1,13 @@
-"""Who started this process as one rank of several, torchrun or Slurm's srun; which rank; by what command. No torch."""
+"""Who started this process as one rank of several, torchrun or Slurm's srun, or a person who set their variables; which
+rank; by what command. No torch."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from cs336_systems.distributed import slurm
 
@@ -18,8 +22,25 @@ class Placement:
     local_world_size: int
 
 
+class RanksMissingError(RuntimeError):
+    """The ranks of a launched job did not meet. `in_a_line` is what a script says of it."""
+
+    def __init__(self, placement: Placement, timeout_s: float, error: BaseException) -> None:
+        address = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+        place = f" at {':'.join(address)}" if address else ""
+        who, why = f"rank {placement.rank} of {placement.world_size}", (str(error).splitlines() or [""])[0]
+        if isinstance(error, TimeoutError) or re.search(r"tim(ed|e) ?out", why, re.IGNORECASE):
+            last = placement.world_size - 1
+            text = f"{who} waited {timeout_s:g} s for the others{place}, and not all of ranks 0 to {last} came"
+        else:
+            text = f"{who} could not meet the others{place}: {why}"
+        super().__init__(text)
+        self.in_a_line = text
+
+
 def launcher() -> str | None:
-    """Who started this process as one of several ranks: "torchrun", "slurm" (srun with several tasks) or nobody."""
+    """Who started this process as one of several ranks: "torchrun" (or a person who set its variables), "slurm" (srun
+    with several tasks) or nobody."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return "torchrun"
     return "slurm" if slurm.is_task_of_several(os.environ) else None
@@ -49,11 +70,13 @@ def launched_placement() -> Placement:
 
 
 def launch_command() -> list[str]:
-    """The words before a script's name that start it as this process was, from the environment: ["python"],
-    ["torchrun", "--nproc-per-node", "2"], or ["srun", "--nodes", "2", "--ntasks", "8", "python"].
+    """The words before a script's name that start it as this process was: ["python"], ["torchrun", "--nproc-per-node",
+    "2"], ["srun", "--nodes", "2", "--ntasks", "8", "python"], or ["RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=…",
+    "MASTER_PORT=…", "python"] where no launcher set those.
 
-    Torchrun on several nodes is to be typed on each of them, and does not leave its rendezvous in the environment:
-    HOST:PORT stands for that.
+    Torchrun's options are those that were typed, where the system tells (Linux); elsewhere the numbers of nodes and
+    processes, from the environment, and HOST:PORT stands for several nodes' rendezvous. srun's are the numbers of nodes
+    and tasks, and what each task has; its others are not known. On several nodes torchrun is to be typed on each.
     """
     name = launcher()
     if name == "torchrun":
@@ -62,6 +85,23 @@ def launch_command() -> list[str]:
 
 
 def _torchrun() -> list[str]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        set_by_hand = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        return [*(f"{name}={os.environ[name]}" for name in set_by_hand if name in os.environ), "python"]
+    return _torchrun_as_typed() or _torchrun_by_environment()
+
+
+def _torchrun_as_typed() -> list[str]:
+    """What stood before the script's name on the command line of this process's parent, torchrun; [] if not known."""
+    try:
+        typed = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
+        begin = next(i for i, word in enumerate(typed) if Path(word).name in ("torchrun", "torch.distributed.run"))
+        return ["torchrun", *typed[begin + 1 : typed.index(sys.argv[0], begin)]]
+    except (OSError, ValueError, StopIteration):
+        return []
+
+
+def _torchrun_by_environment() -> list[str]:
     world_size = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // per_node))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from cs336_systems.cli import tell
 from cs336_systems.distributed.last_words import end_at_once
+from cs336_systems.distributed.launcher import RanksMissingError, launched_placement
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -101,7 +102,10 @@ def _watch_others(store: dist.Store, world_size: int, host: str, timeout_s: floa
         store.set("lifeline", f"{host} {server.getsockname()[1]}")
         connections = {}
         for _ in range(world_size - 1):
-            connection, _ = server.accept()
+            try:
+                connection, _ = server.accept()
+            except TimeoutError as error:
+                raise RanksMissingError(launched_placement(), timeout_s, error) from None
             connection.settimeout(None)
             _keep_alive(connection)
             connections[connection] = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")

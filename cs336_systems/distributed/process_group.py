@@ -7,24 +7,22 @@ import, is imported where it is first called, so that options can be refused at 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import pickle
 import socket
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cs336_systems.cli import tell
 from cs336_systems.cpu_cores import usable_cores
-from cs336_systems.distributed import slurm
 from cs336_systems.distributed.last_words import end_at_once
-from cs336_systems.distributed.launcher import Placement, launched_placement, launcher
-from cs336_systems.distributed.lifeline import lifeline, own_address
+from cs336_systems.distributed.launcher import Placement, RanksMissingError, launched_placement, launcher
+from cs336_systems.distributed.lifeline import lifeline
+from cs336_systems.distributed.meeting import launched_store
 from cs336_systems.distributed.spawn import spawn_processes
 from cs336_systems.signals import stopped_by
 
@@ -39,7 +37,6 @@ NEEDS_NCCL = "is an option of NCCL's, and so needs GPUs; on a CPU the backend is
 DEFAULT_TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 1e6  # c10d counts milliseconds in 32 bits
 _groups_so_far = itertools.count()
-_words_so_far = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -92,21 +89,6 @@ def default_device_type() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def from_rank_0(value: Result | None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Result:
-    """Rank 0's `value` on every rank of a launched job, whatever the others give; without one, `value` itself.
-
-    It takes no process group. The value is pickled; others wait for it for `timeout_s` seconds at most.
-    """
-    if launcher() is None:
-        return cast(Result, value)
-    placement = launched_placement()
-    key = f"word {next(_words_so_far)}"
-    store, _ = _launched_store(placement, timeout_s)
-    if placement.rank == 0:
-        store.set(key, pickle.dumps(value).hex())
-    return pickle.loads(bytes.fromhex(store.get(key).decode()))
 
 
 def check_gpus(device_type: str, local_world_size: int) -> None:
@@ -239,10 +221,10 @@ def _run_this_rank(function: Callable, args: tuple, world_size: int, options: Gr
     placement = launched_placement()
     if world_size != placement.world_size:
         raise ValueError(
-            f"world_size={world_size}: must be {placement.world_size}, as many ranks as {launcher()} started"
+            f"world_size={world_size}: must be {placement.world_size}, as many ranks as the launcher started"
         )
     try:
-        store, host = _launched_store(placement, options.timeout_s)
+        store, host = launched_store(placement, options.timeout_s)
         # One group after another must not find its predecessor's keys.
         store = dist.PrefixStore(f"group {next(_groups_so_far)}", store)
         with lifeline(store, placement.rank, world_size, host, options.timeout_s):
@@ -256,26 +238,16 @@ def _run_this_rank(function: Callable, args: tuple, world_size: int, options: Gr
         raise
 
 
-@functools.cache
-def _launched_store(placement: Placement, timeout_s: float) -> tuple[dist.Store, str]:
-    """The launched ranks' common store, and the name under which other nodes reach this one; once a process."""
-    if launcher() == "slurm" and "MASTER_PORT" not in os.environ:
-        return slurm.rendezvous(os.environ, placement.rank, timeout_s), slurm.own_host(os.environ)
-    from torch.distributed.rendezvous import rendezvous
-
-    timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(rendezvous("env://", placement.rank, placement.world_size, timeout=timeout))
-    return store, own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-
-
 def _report_and_exit(error: BaseException, placement: Placement) -> None:
     """Print whose traceback this is and end the process at once, so that the launcher sees it and ends the others.
-    Ctrl-C and a request to stop are known to whoever sent them to all ranks, and end without a traceback."""
+    Ctrl-C and a request to stop are known to whoever sent them to all ranks, and end without a traceback, as do ranks
+    that did not meet."""
     if (number := stopped_by(error)) is not None:
         end_at_once(128 + number)
     try:
         where = f"rank {placement.rank} of {placement.world_size} on {socket.gethostname()}"
-        tell(f"{where} raised {type(error).__name__}:\n{''.join(traceback.format_exception(error))}")
+        long = f"{where} raised {type(error).__name__}:\n{''.join(traceback.format_exception(error))}"
+        tell(f"error: {error}" if isinstance(error, RanksMissingError) else long)
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if error_file and isinstance(error, Exception):
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler

@@ -5,6 +5,8 @@ No port is agreed on in advance: rank 0 binds a free one and publishes it in a f
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import socket
 import time
@@ -60,12 +62,14 @@ def rendezvous(environment: Mapping[str, str], rank: int, timeout_s: float) -> d
     """A store that all tasks of this job step share: rank 0 hosts it on a free port.
 
     The address travels through a file in CS336_RENDEZVOUS_DIR, or else in the directory that the job was submitted
-    from; both must be seen by all nodes. It is removed once all ranks have met.
+    from; both must be seen by all nodes. It is removed once all ranks have met, or rank 0 ends.
 
     Raises:
         TimeoutError: rank 0 published no address within `timeout_s` seconds.
     """
     import torch.distributed as dist
+
+    from cs336_systems.distributed.last_words import finish_at_end
 
     directory = Path(environment.get("CS336_RENDEZVOUS_DIR", environment.get("SLURM_SUBMIT_DIR", ".")))
     job, step = environment.get("SLURM_JOB_ID", "0"), environment.get("SLURM_STEP_ID", "0")
@@ -75,6 +79,9 @@ def rendezvous(environment: Mapping[str, str], rank: int, timeout_s: float) -> d
         host = own_host(environment)
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         partial = file.with_suffix(f".{os.getpid()}")
+        remove = functools.partial(file.unlink, missing_ok=True)
+        atexit.register(remove)
+        finish_at_end(remove)
         partial.write_text(f"{host} {store.port}")
         partial.replace(file)  # atomic: no reader sees half an address
     else:

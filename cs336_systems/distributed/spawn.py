@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cs336_systems.signals import leave_interrupts_to_parent, leave_no_semaphore, starting_processes
+from cs336_systems.signals import (
+    leave_interrupts_to_parent,
+    leave_no_semaphore,
+    starting_processes,
+    wait_for_fork_server,
+)
 
 # After the first failure, the time in which other ranks may report theirs: a rank whose peer was killed often raises
 # "connection closed" before the death of that peer is seen, and the error should name the cause.
@@ -112,6 +117,7 @@ def spawn_processes(
     # Plain pickle copies tensors, where multiprocessing's would share memory that ends with the process that made it.
     call = pickle.dumps((function, args))
     ranks: list[_Rank] = []
+    wait_for_fork_server(context)
     try:
         for index in range(n_processes):
             with starting_processes():  # or one between the fork and the list would leave a rank that nobody ends

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from cs336_systems.cli import tell
 from cs336_systems.provenance import Provenance
+from cs336_systems.signals import STOPPED, answer, answer_requests
 from cs336_systems.training.checkpoints import list_checkpoints, load_newest, save_checkpoint
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
@@ -33,8 +34,8 @@ NOTABLE_ZERO_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: `status` is "finished", "interrupted" or "stopped" (`reason` says why). Losses in nats a
-    token; `checkpoint` is the last one written."""
+    """How a run ended: `status` is "finished", "interrupted" (`signal` says by what) or "stopped" (`reason` says why).
+    Losses in nats a token; `checkpoint` is the last one written."""
 
     status: str
     reason: str
@@ -43,6 +44,7 @@ class Summary:
     validation_loss: float | None
     skipped_steps: int
     checkpoint: str | None
+    signal: int | None = None
 
 
 def train_rank(
@@ -56,8 +58,9 @@ def train_rank(
     """Trains on one rank, to the end or until something stops it. Rank 0 alone writes and shows.
 
     Args:
-        context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C, or SIGINT of whoever
-            started this process, by finishing its step and saving it. Ranks leave Ctrl-C to whoever started them.
+        context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C, a request to end, or
+            SIGINT of whoever started this process, by finishing its step and saving it. Ranks leave Ctrl-C to whoever
+            started them.
         has_bar: rank 0 shows its steps by a progress bar.
 
     Raises:
@@ -125,7 +128,7 @@ class _Loop:
                 self._save(step)
             if interrupts and step < config.steps:
                 self.log.metrics.write("event", step=step, message="interrupted")
-                return self._summary("interrupted", step)
+                return self._summary("interrupted", step, number=interrupts[0])
         return self._summary("finished", step)
 
     def _timed_step(self, step: int, is_validated: bool) -> StepResult:
@@ -181,7 +184,7 @@ class _Loop:
                 self.config.out, step, state, config, self.tokens.sha256, self.config.keep_checkpoints
             )
 
-    def _summary(self, status: str, step: int, reason: str = "") -> Summary:
+    def _summary(self, status: str, step: int, reason: str = "", number: int | None = None) -> Summary:
         return Summary(
             status=status,
             reason=reason,
@@ -190,6 +193,7 @@ class _Loop:
             validation_loss=self.validation_loss,
             skipped_steps=self.trainer.scaler.skipped_steps,
             checkpoint=str(self.checkpoint) if self.checkpoint else None,
+            signal=number,
         )
 
 
@@ -213,28 +217,33 @@ def _move_aside(out: Path) -> None:
 
 @contextmanager
 def _interrupts(answered: bool) -> Generator[list[int]]:
-    """Inside, Ctrl-C is noted in the list; the second one is a KeyboardInterrupt again. If not `answered`, none is.
+    """Inside, Ctrl-C, SIGTERM and SIGHUP are noted in the list; a second one ends the program again. If not `answered`,
+    Ctrl-C is ignored.
 
     In a process that another one has started, it's the other's to tell of it, and to end this one at the second: there,
-    one may come from the terminal and one from the other process.
+    one may come from the terminal and one from the other process. The other sends SIGINT; SIGTERM ends at once.
     """
     noted: list[int] = []
     is_child = multiprocessing.parent_process() is not None
 
     def note(number: int, frame: Any) -> None:
         if noted and not is_child:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         noted.append(number)
         if is_child:
             return
         with suppress(RuntimeError):  # a stream cannot be written to in the middle of its writing
-            tell("\nInterrupted: this step is finished and saved first. Once more ends at once, without.")
+            stopped = STOPPED[signal.Signals(number)]
+            tell(f"\n{stopped}: this step is finished and saved first. Once more ends at once, without.")
 
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
-    before = signal.signal(signal.SIGINT, note if answered else signal.SIG_IGN)
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, note if answered else signal.SIG_IGN)}
+    if answered and not is_child:
+        before |= answer_requests(note)
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            answer(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from contextlib import suppress
 
@@ -41,8 +42,8 @@ def run_training(command: str, config: TrainConfig) -> Summary:
     """Trains as `config` says and leaves metrics.jsonl, train.png and checkpoints under `config.out`.
 
     Bad input ends the program with status 2 before anything is built. A run that stopped itself ends it with 1, and one
-    that was stopped with 130 (Ctrl-C) or 143 (SIGTERM), after the files are on disk. Of a launched job only rank 0
-    returns.
+    that was stopped with 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP), after the files are on disk. One in which a rank
+    failed ends with 1 and says how to go on. Of a launched job only rank 0 returns.
     """
     with refusing_bad_input():
         if launched_rank() in (None, 0):
@@ -68,12 +69,14 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         raise SystemExit(128 + number) from None
     except (OSError, RankFailedError) as error:
         full = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(full, OSError) or full.errno not in _CANNOT_WRITE:
+        how = to_go_on(command, _newest(config))
+        if isinstance(full, OSError) and full.errno in _CANNOT_WRITE:
+            tell(f"\nerror: cannot write under {config.out}: {full.strerror}. Make room. {how}")
+        elif isinstance(error, RankFailedError) and not error.cause_traceback:  # killed: its peers' errors say no more
+            tell(f"\nerror: {str(error).splitlines()[0]}. {how}")
+        else:
+            error.add_note(f"\n{how}")
             raise
-        tell(
-            f"\nerror: cannot write under {config.out}: {full.strerror}. Make room. "
-            f"{to_go_on(command, _newest(config))}"
-        )
         raise SystemExit(1) from None
     finally:
         if launched_world_size() is None:
@@ -219,9 +222,9 @@ def _both_ways(config: TrainConfig) -> str:
 
 def _conclude(summary: Summary, config: TrainConfig, command: str) -> Summary:
     if summary.status == "interrupted":
-        how = to_go_on(command, "from there")
-        print(f"\nInterrupted after step {summary.step}, which is saved. {how}", file=sys.stderr)
-        raise SystemExit(130)
+        how, number = to_go_on(command, "from there"), signal.Signals(summary.signal or signal.SIGINT)
+        tell(f"\n{STOPPED[number]} after step {summary.step}, which is saved. {how}")
+        raise SystemExit(128 + number)
     if summary.status == "stopped":
         print(f"error: {summary.reason}", file=sys.stderr)
         raise SystemExit(1)

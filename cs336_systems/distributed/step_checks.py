@@ -1,0 +1,93 @@
+"""What a data-parallel step must not leave out, noticed before the ranks' weights drift apart: that gradients were
+averaged before an optimizer uses them, and that all parameters that are trained are among those averaged."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class StepWatch:
+    """Refuses an optimizer's step with gradients that finish_gradient_synchronization() has not averaged.
+
+    That is when it matters: until then gradients may be added up over several passes, or dropped.
+
+    Attributes:
+        is_on: whether gradients that come now are to be averaged; they are not noted otherwise.
+        is_due: whether one has come since, so that finish_gradient_synchronization() is to be called.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Watch parameters that another has watched until now, or nobody."""
+        self.is_on, self.is_due = True, False
+        self._ids = {id(parameter) for parameter in parameters}  # which their wrapper keeps alive, and this
+        for other in [watch for watch in _watches if not watch._ids.isdisjoint(self._ids)]:
+            other.leave()
+        # Weakly: autograd's hooks are no business of the garbage collector, which would never free a cycle.
+        note = functools.partial(_note, weakref.ref[StepWatch](self))
+        self._hooks: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(note) for parameter in parameters
+        ]
+        _look_at_steps()
+        _watches.add(self)
+
+    def leave(self) -> None:
+        """Watch no longer."""
+        _watches.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+
+    def check_step(self, optimizer: Any) -> None:
+        """Raises RuntimeError if `optimizer` would use a gradient that is to be averaged first."""
+        used = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self.is_due and any(id(parameter) in self._ids and parameter.grad is not None for parameter in used):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): these gradients are this rank's alone; call "
+                "finish_gradient_synchronization() of the data-parallel model after backward and before the step"
+            )
+
+
+_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+
+def _note(watch: weakref.ref[StepWatch], parameter: Tensor) -> None:
+    the_watch = watch()
+    if the_watch is not None and the_watch.is_on:
+        the_watch.is_due = True
+
+
+@functools.cache
+def _look_at_steps() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_step(optimizer))
+
+
+def _check_step(optimizer: Any) -> None:
+    for watch in [watch for watch in _watches if watch.is_due]:
+        watch.check_step(optimizer)
+
+
+def check_same_parameters(module: nn.Module, averaged: Collection[int]) -> None:
+    """Raises RuntimeError if a parameter that requires a gradient is none of those with the ids `averaged`."""
+    if any(parameter.requires_grad and id(parameter) not in averaged for parameter in _parameters(module)):
+        names = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in averaged]
+        raise RuntimeError(
+            f"module: its parameter {names[0]!r} was replaced, added or unfrozen after wrapping, and would never be "
+            "averaged over the ranks; change the model first and wrap it then"
+        )
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """All of them, tied ones several times; `module.parameters()`, which makes names, takes five times as long."""
+    stack = [module]
+    while stack:
+        layer = stack.pop()
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                yield parameter
+        stack += [child for child in layer._modules.values() if child is not None]
