@@ -146,7 +146,8 @@ def of_memory(files: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace(".json", "_memory.json") for name in files)
 
 
-SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in ("fp32", "bf16", "nccl_options")}
+_RUNS = ("fp32", "bf16", "bf16_batch_8", "nccl_options")
+SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in _RUNS}
 
 PARALLEL_BLOCKS: dict[str, Block] = {
     "all-reduce": Table(_all_reduce, (ALL_REDUCE,)),

@@ -67,9 +67,10 @@ def _answer_schemes(folder: str):
             say("Without communication the step takes {ms} ms; communication makes it longer by {listed}.", ms=alone,
                 listed=", ".join(f"{cost[name]} ({name})" for name in naive if name in cost) or None),
             say("By itself, the naive scheme's communication would be {share} of its step.", share=percent(share)),
-            say("The fastest is {name}, at {ms} ms ({cost}), with {covered} of its communication behind backward.",
-                name=_label(best), ms=best.step_median_ms, cost=cost.get(_label(best)),
-                covered=percent(best.covered_share)) if best else None,
+            say("The fastest is {name}, at {ms} ms ({cost}).", name=_label(best), ms=best.step_median_ms,
+                cost=cost.get(_label(best))) if best else None,
+            say("Of its communication, {covered} is behind backward.", covered=percent(best.covered_share))
+            if best else None,
             say("PyTorch's, at its best bucket size, takes {ms} ms ({cost}).", ms=theirs.step_median_ms,
                 cost=cost.get(_label(theirs))) if theirs else None,
             say("The overhead of the bucketed scheme differs from what the model predicts by {range} ms; by the "
@@ -143,6 +144,7 @@ ITEMS = (
         (
             _scheme_part("fp32", "In fp32"),
             _scheme_part("bf16", "In bf16"),
+            _scheme_part("bf16_batch_8", "In bf16, at twice the batch"),
             Part(
                 "NCCL's CTAs",
                 "ddp/nccl_options",

@@ -193,6 +193,10 @@ STEPS: tuple[Step, ...] = (
     Step("ddp/bf16", "ddp_benchmark", "ddp",
          gpu=(f"{_XL} --precision bf16",), cpu=None,
          seconds=_guess(gpus=240), needs_ranks=True),
+    Step("ddp/bf16_batch_8", "ddp_benchmark", "ddp",
+         gpu=(f"{_XL} --batch-size 8 --precision bf16 --implementation none bucketed torch-ddp bucketed-in-place"
+              " --bucket-size-mb 1000 --no-profile",), cpu=None,
+         seconds=_guess(gpus=60), needs_ranks=True),
     Step("ddp/nccl_options", "ddp_benchmark", "ddp",
          gpu=(f"{_XL} --precision fp32 --implementation none bucketed-in-place --bucket-size-mb 100"
               " --max-ctas 0 4 8 --no-profile",), cpu=None,
