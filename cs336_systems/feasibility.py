@@ -175,6 +175,11 @@ def check_memory(cells: Sequence[BenchmarkCell], for_a_look: str = "") -> None:
             f"formula, and about {_in_words(seconds)} if a core does {_GFLOPS_PER_CORE:.0f} GFLOP/s. --size tiny takes "
             f"seconds.{' ' if near else ''}{near}"
         )
+    too_large = [cell for cell in cells if memory_shortage(cell)]
+    if too_large:
+        tell(
+            f"{len(too_large)} of {len(cells)} combinations take more memory than is free, and become rows that say so."
+        )
     tell_if_compiled_on_cpu([cell for cell in on_cpu if cell.compile != "off"])
 
 

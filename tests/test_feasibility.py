@@ -326,6 +326,7 @@ def test_a_run_of_which_nothing_fits_is_refused_and_a_long_one_told(eight_gib, m
     check_memory(named_cells(["small", "xl"], ctx=256))  # 15 steps of 0.78 TFLOP
     told = capsys.readouterr().err
     assert "take up to 2.9 of 8.0 free GiB by formula, and about 5 min if a core does 20 GFLOP/s" in told
+    assert told.endswith("1 of 2 combinations take more memory than is free, and become rows that say so.\n")
     check_memory(named_cells(["tiny"], ctx=16, compile="blocks"))
     assert capsys.readouterr().err.startswith("torch.compile makes C++ for a CPU")
 

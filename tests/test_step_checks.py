@@ -61,6 +61,30 @@ def test_a_step_with_gradients_that_are_not_averaged_is_refused() -> None:
     run_gloo(_forgotten)
 
 
+def _in_a_closure(context: RankContext) -> None:
+    x = torch.full((2, 4), 1.0 + context.rank)
+
+    def closure(model: Any, optimizer: Any, finishes: bool) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if finishes:
+            model.finish_gradient_synchronization()
+        return loss
+
+    for wrap in WRAPPERS.values():
+        for make in (torch.optim.SGD, torch.optim.LBFGS):
+            model = wrap(_model())
+            optimizer = make(model.parameters(), lr=1e-3)
+            optimizer.step(lambda: closure(model, optimizer, True))  # noqa: B023
+            with pytest.raises(RuntimeError, match=NOT_AVERAGED + "|got a second gradient before finish"):
+                optimizer.step(lambda: closure(model, optimizer, False))  # noqa: B023
+
+
+def test_a_closure_that_does_not_average_is_refused() -> None:
+    run_gloo(_in_a_closure)
+
+
 def _allowed(context: RankContext) -> None:
     x = torch.full((2, 4), 1.0 + context.rank)
     for name, wrap in ALL.items():
@@ -73,6 +97,10 @@ def _allowed(context: RankContext) -> None:
         optimizer.step()
         model.finish_gradient_synchronization()
         optimizer.step()
+        model(x).sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        model.finish_gradient_synchronization()
         optimizer.zero_grad()
         if hasattr(model, "no_sync"):
             with model.no_sync():

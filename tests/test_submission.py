@@ -106,14 +106,19 @@ def test_every_job_that_failed_is_told_of(monkeypatch, run_script, clock):
         "RuntimeError: a.py ended with status 2:\nerror: --ctx 0: must be at least 1\n\n----\n"
         "You can check full logs with 'job.stderr(0)'or at paths:\n  - 0.err\n  - 0.log"
     )
-    errors = [RuntimeError(submitits), None, ValueError()]
+    boxed = (
+        "RuntimeError: a.py ended with status 2:\n╭─ Unrecognized options ─────╮\n│ Unrecognized: --ctxx, 32 │\n"
+        "╰──────────────────────────╯\n\n----\nYou can check full logs with 'job.stderr(0)'"
+    )
+    errors = [RuntimeError(submitits), None, ValueError(), RuntimeError(boxed)]
     jobs = [job(number, error) for number, error in enumerate(errors)]
     monkeypatch.setattr(submission, "submit_commands", lambda *_, **__: jobs)
-    status, _, told = run_script("submit_sweep", "--wait", "--command", "a.py", "--vary", "1", "2", "3")
+    status, _, told = run_script("submit_sweep", "--wait", "--command", "a.py", "--vary", "1", "2", "3", "4")
     assert status == 1
-    assert told.splitlines()[-2:] == [
+    assert told.splitlines()[-3:] == [
         "error: 0 failed: error: --ctx 0: must be at least 1  (log: 0.log)",
         "error: 2 failed: ValueError  (log: 2.log)",
+        "error: 3 failed: Unrecognized: --ctxx, 32  (log: 3.log)",
     ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -59,6 +62,44 @@ def _one_after_another(context):
             torch.testing.assert_close(parameter.grad, gradient)
         if isinstance(wrapped, HOOKED):
             wrapped.remove_hooks()
+
+
+def _let_go(context):
+    """A wrapper that nobody holds frees its model, or leaves it to whoever holds that."""
+    for wrapper in (*WRAPPERS, FSDP):
+        wrapped = wrapper(_model())
+        parameter = weakref.ref(next(wrapped.parameters()))
+        wrapped(torch.ones(2, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        del wrapped
+        gc.collect()
+        assert parameter() is None, wrapper
+    for wrapper, second in itertools.product(WRAPPERS, WRAPPERS):
+        module = _model()
+        wrapped = wrapper(module)
+        del wrapped
+        gc.collect()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        second(module)
+
+
+def test_a_wrapper_that_is_let_go_lets_go_of_its_model():
+    run_gloo(_let_go)
+
+
+def _saved_whole(context):
+    for wrapper, second in itertools.product(WRAPPERS, WRAPPERS):
+        wrapped = wrapper(_model())
+        file = io.BytesIO()
+        torch.save(wrapped.module, file)
+        file.seek(0)
+        second(torch.load(file, weights_only=False))
+
+
+def test_a_module_that_was_saved_whole_may_be_wrapped():
+    run_gloo(_saved_whole, world_size=1)
 
 
 def test_wrappers_may_follow_each_other():

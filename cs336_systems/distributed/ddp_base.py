@@ -19,8 +19,8 @@ from jaxtyping import Inexact
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import average_, broadcast_module, check_same_module
-from cs336_systems.distributed.marks import is_averaged_early, is_shard
-from cs336_systems.distributed.step_checks import StepWatch, check_same_parameters
+from cs336_systems.distributed.marks import is_shard
+from cs336_systems.distributed.step_checks import StepWatch, check_same_parameters, is_averaged_early
 
 
 class DataParallel(nn.Module, ABC):
@@ -44,7 +44,8 @@ class DataParallel(nn.Module, ABC):
 
     Parameters whose `requires_grad` is False at wrapping are not averaged, nor are those that come later: unfreezing,
     replacing or adding one is refused when the next step's gradients are finished. A step of an optimizer is refused
-    whose gradients were not. Buffers are broadcast once, at wrapping, and not in each forward pass.
+    whose gradients came outside `no_sync` and were not. Buffers are broadcast once, at wrapping, and not in each
+    forward pass.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.ddp_base import DataParallel, PendingAverage
 from cs336_systems.distributed.launch_order import LaunchOrder
-from cs336_systems.distributed.marks import mark_averaged_early
 
 
 class OverlappingDataParallel(DataParallel):
@@ -29,14 +29,14 @@ class OverlappingDataParallel(DataParallel):
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, process_group)
         self._launches = LaunchOrder([])
+        itself = ref[OverlappingDataParallel](self)
         self._hooks = [
             # After autograd has added to .grad, so that gradients of earlier, unsynchronised passes are in it; and once
             # a backward pass for tied parameters, which are one.
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, itself, index))
             for index, parameter in enumerate(self._trainable)
         ]
-        for parameter in self._trainable:
-            mark_averaged_early(parameter, True)
+        self._watch.is_early = True
 
     def _set_portions(self, portions: Sequence[Sequence[int]]) -> None:
         self._launches = LaunchOrder(portions)
@@ -44,12 +44,11 @@ class OverlappingDataParallel(DataParallel):
 
     def remove_hooks(self) -> None:
         """Leave the module as it was before wrapping; this wrapper no longer averages its gradients early."""
-        for hook, parameter in zip(self._hooks, self._trainable, strict=True):
+        for hook in self._hooks:
             hook.remove()
-            mark_averaged_early(parameter, False)
         self._watch.leave()
 
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int) -> None:
         self._check_dense(index)
         if not self._is_synchronizing:
             return
@@ -82,6 +81,13 @@ class OverlappingDataParallel(DataParallel):
     @abstractmethod
     def _finish(self) -> None:
         """Wait for all portions, which have been launched, and leave the averages in the parameters' `.grad`."""
+
+
+def _on_gradient(wrapper: ref[OverlappingDataParallel], index: int, parameter: Tensor) -> None:
+    """The hook of a wrapper that it does not keep alive: the garbage collector does not see through autograd's."""
+    the_wrapper = wrapper()
+    if the_wrapper is not None:
+        the_wrapper._on_gradient(index)
 
 
 class OverlappedDDP(OverlappingDataParallel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-_SHARD, _EARLY = "_is_shard", "_is_averaged_early"
+_SHARD = "_is_shard"
 
 
 def mark_shard(parameter: Tensor) -> None:
@@ -15,13 +15,3 @@ def mark_shard(parameter: Tensor) -> None:
 def is_shard(parameter: Tensor) -> bool:
     """Whether `parameter` has this rank's rows only, so that it is another than the other ranks' of that name."""
     return getattr(parameter, _SHARD, False)
-
-
-def mark_averaged_early(parameter: Tensor, on: bool) -> None:
-    """A wrapper has a hook on `parameter` that sends its gradient from within backward; `on` False: no longer."""
-    setattr(parameter, _EARLY, on)
-
-
-def is_averaged_early(parameter: Tensor) -> bool:
-    """Whether `mark_averaged_early` holds."""
-    return getattr(parameter, _EARLY, False)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 
@@ -21,11 +21,12 @@ class StepWatch:
     Attributes:
         is_on: whether gradients that come now are to be averaged; they are not noted otherwise.
         is_due: whether one has come since, so that finish_gradient_synchronization() is to be called.
+        is_early: whether the wrapper sends gradients from within backward, so that no other may take its place.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         """Watch parameters that another has watched until now, or nobody."""
-        self.is_on, self.is_due = True, False
+        self.is_on, self.is_due, self.is_early = True, False, False
         self._ids = {id(parameter) for parameter in parameters}  # which their wrapper keeps alive, and this
         for other in [watch for watch in _watches if not watch._ids.isdisjoint(self._ids)]:
             other.leave()
@@ -44,9 +45,10 @@ class StepWatch:
             hook.remove()
 
     def check_step(self, optimizer: Any) -> None:
-        """Raises RuntimeError if `optimizer` would use a gradient that is to be averaged first."""
+        """Raises RuntimeError if `optimizer` would use a gradient, other than zeros, that is to be averaged first, or
+        has, in its closure."""
         used = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if self.is_due and any(id(parameter) in self._ids and parameter.grad is not None for parameter in used):
+        if self.is_due and any(id(p) in self._ids and p.grad is not None and p.grad.any() for p in used):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): these gradients are this rank's alone; call "
                 "finish_gradient_synchronization() of the data-parallel model after backward and before the step"
@@ -64,12 +66,18 @@ def _note(watch: weakref.ref[StepWatch], parameter: Tensor) -> None:
 
 @functools.cache
 def _look_at_steps() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_step(optimizer))
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):  # after a closure too
+        register(lambda optimizer, args, kwargs: _check_step(optimizer))
 
 
 def _check_step(optimizer: Any) -> None:
     for watch in [watch for watch in _watches if watch.is_due]:
         watch.check_step(optimizer)
+
+
+def is_averaged_early(parameter: nn.Parameter) -> bool:
+    """Whether a wrapper that is still there sends the gradient of `parameter` from within backward."""
+    return any(watch.is_early and id(parameter) in watch._ids for watch in _watches)
 
 
 def check_same_parameters(module: nn.Module, averaged: Collection[int]) -> None:

@@ -101,9 +101,10 @@ def wait_for(jobs: Sequence[Any]) -> list[str]:
 
 
 def _last_line(error: Exception) -> str:
-    """Of what the job printed, where submitit says that, or of what it says itself."""
+    """Of what the job printed, where submitit says that, or of what it says itself: the last with a word in it, without
+    the frame that the options' parser draws."""
     text = str(error).partition("\nYou can check full logs")[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip("- ")]
+    lines = [line.strip(" │") for line in text.splitlines() if any(map(str.isalnum, line))]
     return lines[-1] if lines else type(error).__name__
 
 
