@@ -29,7 +29,7 @@ def progress(
     On a terminal its clock goes on within a cell too, which may compile for a minute. With `follow` it is not for the
     caller to move: that is asked once a second, and at the end, for how many are done and what is at work.
     """
-    with tqdm(total=n_cells, initial=n_done, unit=unit, file=_WhileItCan(), disable=disable) as bar:
+    with tqdm(total=n_cells, initial=n_done, unit=unit, file=WhileItCan(), disable=disable) as bar:
         ended, is_terminal = threading.Event(), sys.stderr.isatty()
 
         def look() -> None:
@@ -77,7 +77,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-class _WhileItCan:
+class WhileItCan:
     """Standard error, and nothing once that cannot be written to."""
 
     def write(self, text: str) -> None:

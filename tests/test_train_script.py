@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,16 @@ def test_a_run_leaves_metrics_a_picture_and_checkpoints(tmp_path, capsys):
     assert run["config"]["learning_rate"] == config.learning_rate
     assert [line["step"] for line in lines(config, "train")] == list(range(1, 9))
     assert [line["step"] for line in lines(config, "validation")] == [4, 8]
+
+
+def test_a_standard_error_that_takes_nothing_stops_no_run(tmp_path, monkeypatch):
+    """A log on a full disk, or one that its reader has left."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert run_training("python scripts/train.py", make_config(tmp_path)).status == "finished"
+        monkeypatch.undo()
+        with suppress(OSError):  # what is left in its buffer
+            full.close()
 
 
 def test_a_full_disk_is_told_with_the_checkpoint_to_go_on_from(tmp_path, monkeypatch, capsys):

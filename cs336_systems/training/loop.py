@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
-import sys
 import threading
 import time
 from collections.abc import Generator
@@ -19,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from cs336_systems.cli import tell
+from cs336_systems.progress import WhileItCan
 from cs336_systems.provenance import Provenance
 from cs336_systems.signals import STOPPED, answer, answer_requests
 from cs336_systems.training.checkpoints import list_checkpoints, load_newest, save_checkpoint
@@ -77,7 +77,9 @@ def train_rank(
     path = config.out / METRICS if is_main else None
     with (
         MetricsFile(path, after_step=start if config.resume else None) as metrics,
-        tqdm(total=config.steps, initial=start, unit="step", file=sys.stderr, disable=not (is_main and has_bar)) as bar,
+        tqdm(
+            total=config.steps, initial=start, unit="step", file=WhileItCan(), disable=not (is_main and has_bar)
+        ) as bar,
         _interrupts(answered=context is None) as interrupts,
     ):
         world_size = trainer.model.world_size
@@ -100,7 +102,7 @@ class _Log:
     def tell(self, step: int, message: str) -> None:
         self.metrics.write("event", step=step, message=message)
         if self.is_told:
-            tqdm.write(f"step {step}: {message}", file=sys.stderr)
+            tqdm.write(f"step {step}: {message}", file=WhileItCan())
 
 
 class _Loop:
