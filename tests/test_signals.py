@@ -32,3 +32,22 @@ signals.wait_for_fork_server(SimpleNamespace(get_start_method=lambda: "forkserve
 """)
     assert run.returncode in (130, 143), run.stderr
     assert "RuntimeError" not in run.stderr
+
+
+def test_two_signals_are_told_once():
+    run = _run("""
+from dataclasses import make_dataclass
+from cs336_systems.cli import parse, tell
+from cs336_systems.resuming import run_begins
+parse(make_dataclass("Arguments", []), "")
+run_begins()
+threading.Thread(target=send_both, daemon=True).start()
+try:
+    for _ in range(2000):  # whichever thread the system interrupts
+        time.sleep(0.01)
+except (KeyboardInterrupt, SystemExit) as error:
+    tell("told")
+    raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else error.code)
+""")
+    assert run.returncode in (130, 143)
+    assert run.stderr == "told\n"
