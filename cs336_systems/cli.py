@@ -17,7 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from cs336_systems.distributed.launcher import launch_command, launched_rank, launched_world_size
+from cs336_systems.distributed.launcher import check_environment, launch_command, launched_rank, launched_world_size
 from cs336_systems.resuming import after_interruption, has_begun
 from cs336_systems.signals import STOPPED, answer_requests
 
@@ -68,6 +68,8 @@ def parse(
                 _without_flag.update(without_flag(arguments))
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
+            with refusing_bad_input():
+                check_environment(ranks_meet=on_ranks)
             if not on_ranks:
                 _check_alone()
             for name, values in read.items():
