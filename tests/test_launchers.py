@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -30,9 +31,11 @@ from cs336_systems.distributed.lifeline import own_address
 from cs336_systems.distributed.meeting import from_rank_0
 from cs336_systems.distributed.process_group import GroupOptions, RankContext, _gpu_index, run_ranks
 from cs336_systems.distributed.spawn import start_context
+from cs336_systems.training.checkpoints import list_checkpoints
 from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
 from tests.script_helpers import ScriptProcess, refused_without_torch, wait_until
 from tests.train_under_torchrun import N_STEPS
+from tests.training_helpers import QUICK, write_text
 
 END_S = 30.0
 
@@ -289,6 +292,27 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     tables = [(tmp_path / "out" / f"all_reduce.{kind}").read_text() for kind in ("md", "csv", "tex")]
     assert [tables[0].count("| ok "), len(tables[1].splitlines())] == [n_rows, n_rows + 1]
     assert (tmp_path / "out" / "all_reduce.png").exists()
+
+
+def test_launched_training_that_is_stopped_says_how_to_go_on(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    out, data = tmp_path / "out", write_text(tmp_path)
+    options = {**QUICK, "parallel": "ddp", "steps": 1_000_000, "checkpoint_every": 2, "data": data, "out": out}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    ranks = []
+    for rank in range(2):
+        folder = tmp_path / f"rank-{rank}"
+        folder.mkdir()
+        environment = _torchrun_environment(rank, 2, store.port, tmp_path)
+        ranks.append(ScriptProcess(folder, "train", *arguments, environment=environment))
+    wait_until(lambda: len(list_checkpoints(out)) > 1, "a checkpoint before the newest, which may be half there")
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            rank.send_signal(signal.SIGTERM)
+    # Who is in a collective first hears that the other has ended.
+    assert {rank.wait() for rank in ranks} <= {128 + signal.SIGTERM, 1}
+    how = r"^To go on from checkpoint-\d+\.pt: .*torchrun --nproc-per-node 2 scripts/train\.py .* --resume$"
+    assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
 
 
 # Ranks whose others never come
