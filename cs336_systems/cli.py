@@ -78,8 +78,8 @@ def parse(
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
             raise
-    except BrokenPipeError:
-        _leave_standard_output()
+    except OSError as error:
+        _leave_standard_output(error)
         raise SystemExit(0) from None
 
 
@@ -232,15 +232,16 @@ def show(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        _leave_standard_output()
-        if not isinstance(error, BrokenPipeError):
-            tell(f"error: cannot write to standard output: {error.strerror}")
-            raise SystemExit(1) from None
+        _leave_standard_output(error)
 
 
-def _leave_standard_output() -> None:
-    """What is left in the buffer would fail again as the interpreter ends."""
+def _leave_standard_output(error: OSError) -> None:
+    """What is left in the buffer would fail again as the interpreter ends. Ends the program unless it is just that
+    nobody reads."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        tell(f"error: cannot write to standard output: {error.strerror}")
+        raise SystemExit(1) from None
 
 
 def tell(text: str) -> None:
