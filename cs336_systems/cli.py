@@ -10,21 +10,24 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from cs336_systems.distributed.launcher import launch_command, launched_rank, launched_world_size
+from cs336_systems.distributed.launcher import check_environment, launch_command, launched_rank, launched_world_size
 from cs336_systems.resuming import after_interruption, has_begun
 from cs336_systems.signals import STOPPED, answer_requests
 
 Arguments = TypeVar("Arguments")
 
 _AFTER_AN_IMPORT_S = 0.05
+_IN_SUCCESSION_S = 1.0
 _FLAGS = {"context_length": "ctx"}  # the scripts' names of what the package names otherwise
 _without_flag: set[str] = set()  # of the script's arguments
+_ends_since_s = -math.inf  # when a signal last began to end the program
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
@@ -50,6 +53,8 @@ def parse(
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
     # A scheduler's request to stop, and a closed terminal, are answered as an exit: files are finished, and temporary
     # ones removed.
+    global _ends_since_s
+    _ends_since_s = -math.inf
     exit_by_signal = partial(_exit_by_signal, is_resumable)
     answer_requests(exit_by_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -63,6 +68,8 @@ def parse(
                 _without_flag.update(without_flag(arguments))
                 options: Any = {"config": (tyro.conf.OmitSubcommandPrefixes,), "registry": _registry()}
                 read = tyro.cli(kind, default=defaults, description="", **options)
+            with refusing_bad_input():
+                check_environment(ranks_meet=on_ranks)
             if not on_ranks:
                 _check_alone()
             for name, values in read.items():
@@ -71,8 +78,8 @@ def parse(
         except SystemExit:
             sys.stdout.flush()  # `--help` that nobody reads to its end fails here, and not as the interpreter ends
             raise
-    except BrokenPipeError:
-        _leave_standard_output()
+    except OSError as error:
+        _leave_standard_output(error)
         raise SystemExit(0) from None
 
 
@@ -136,13 +143,20 @@ def _exit_by_signal(is_resumable: bool, number: int, frame: FrameType | None) ->
     that has one of its own.
 
     Not in the middle of an import, though: some modules swallow whatever is raised there, and the program would go on.
-    Before the run it ends there, as there is nothing to finish; later the signal is sent again until it is over."""
+    Before the run it ends there, as there is nothing to finish; later the signal is sent again until it is over.
+
+    Another signal right after the one that ends the program is the same request: it would break off what is told of the
+    first, or the interpreter's own end."""
+    global _ends_since_s
+    if time.monotonic() - _ends_since_s < _IN_SUCCESSION_S:
+        return
     is_importing = _is_importing(frame)
     if is_importing and has_begun():
         again = threading.Timer(_AFTER_AN_IMPORT_S, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
         return
+    _ends_since_s = time.monotonic()
     if not has_begun() and (is_importing or number != signal.SIGINT):
         with suppress(RuntimeError):  # standard error was being written to
             _tell_of_the_end(is_resumable, STOPPED[signal.Signals(number)])
@@ -218,15 +232,16 @@ def show(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        _leave_standard_output()
-        if not isinstance(error, BrokenPipeError):
-            tell(f"error: cannot write to standard output: {error.strerror}")
-            raise SystemExit(1) from None
+        _leave_standard_output(error)
 
 
-def _leave_standard_output() -> None:
-    """What is left in the buffer would fail again as the interpreter ends."""
+def _leave_standard_output(error: OSError) -> None:
+    """What is left in the buffer would fail again as the interpreter ends. Ends the program unless it is just that
+    nobody reads."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):
+        tell(f"error: cannot write to standard output: {error.strerror}")
+        raise SystemExit(1) from None
 
 
 def tell(text: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -100,7 +101,8 @@ def wait_for_fork_server(context: Any) -> None:
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and context.get_start_method() == "forkserver" and not _server_is_up.is_set():
         threading.Thread(target=_start_first, args=(context,), name="fork server", daemon=True).start()
-        _server_is_up.wait()
+        while not _server_is_up.is_set():  # its wait() would be broken by a second handler that raises
+            time.sleep(0.01)
 
 
 _server_is_up = threading.Event()

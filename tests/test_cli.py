@@ -244,10 +244,17 @@ def test_a_result_that_nobody_reads_is_no_error():
         ("--help", "2>&-", 0, "usage: "),
         ("", ">&-", 0, ""),
         ("--help", ">&-", 0, ""),
+        pytest.param(
+            "--help",
+            ">/dev/full",
+            1,
+            "error: cannot write to standard output: No space left on device\n",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full"),
+        ),
         ("--ctx 0", ">&-", 2, "error: --ctx 0: must be"),
     ],
 )
-def test_a_stream_that_is_closed_is_no_error(words, closed, status, shown):
+def test_a_stream_that_is_closed_or_full_has_no_traceback(words, closed, status, shown):
     command = f"{shlex.quote(sys.executable)} scripts/accounting.py {words} {closed}"
     run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == status

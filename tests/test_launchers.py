@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,14 +20,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.launcher import Placement, RanksMissingError, launcher
+from cs336_systems.distributed.launcher import (
+    Placement,
+    RanksMissingError,
+    check_environment,
+    launched_placement,
+    launcher,
+)
 from cs336_systems.distributed.lifeline import own_address
 from cs336_systems.distributed.meeting import from_rank_0
 from cs336_systems.distributed.process_group import GroupOptions, RankContext, _gpu_index, run_ranks
 from cs336_systems.distributed.spawn import start_context
+from cs336_systems.training.checkpoints import list_checkpoints
 from tests.distributed_helpers import OPTIONS, ROOT, batch, loss_of, make_model
-from tests.script_helpers import ScriptProcess, wait_until
+from tests.script_helpers import ScriptProcess, refused_without_torch, wait_until
 from tests.train_under_torchrun import N_STEPS
+from tests.training_helpers import QUICK, write_text
 
 END_S = 30.0
 
@@ -285,6 +294,27 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     assert (tmp_path / "out" / "all_reduce.png").exists()
 
 
+def test_launched_training_that_is_stopped_says_how_to_go_on(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    out, data = tmp_path / "out", write_text(tmp_path)
+    options = {**QUICK, "parallel": "ddp", "steps": 1_000_000, "checkpoint_every": 2, "data": data, "out": out}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    ranks = []
+    for rank in range(2):
+        folder = tmp_path / f"rank-{rank}"
+        folder.mkdir()
+        environment = _torchrun_environment(rank, 2, store.port, tmp_path)
+        ranks.append(ScriptProcess(folder, "train", *arguments, environment=environment))
+    wait_until(lambda: len(list_checkpoints(out)) > 1, "a checkpoint before the newest, which may be half there")
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            rank.send_signal(signal.SIGTERM)
+    # Who is in a collective first hears that the other has ended.
+    assert {rank.wait() for rank in ranks} <= {128 + signal.SIGTERM, 1}
+    how = r"^To go on from checkpoint-\d+\.pt: .*torchrun --nproc-per-node 2 scripts/train\.py .* --resume$"
+    assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
+
+
 # Ranks whose others never come
 
 
@@ -352,6 +382,46 @@ def test_a_slurm_job_whose_ranks_did_not_all_come_leaves_no_file(ends: str, tmp_
     if ends == "fails":
         assert output.read_text() == "error: rank 0 of 2 waited 1 s for the others, and not all of ranks 0 to 1 came\n"
     assert list(tmp_path.iterdir()) == [output]
+
+
+_RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+_NO_PLACE = (
+    "must be set in the environment of a launched rank: the host of rank 0, and a free port there, "
+    "e.g. MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
+)
+_MUST = "in the environment must be a whole number"
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, f"MASTER_ADDR and MASTER_PORT {_NO_PLACE}"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, f"MASTER_ADDR {_NO_PLACE}"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, f"MASTER_PORT {_NO_PLACE}"),
+        ({**_RANK_0, "MASTER_PORT": "abc"}, f"MASTER_PORT='abc' {_MUST} from 1 to 65535"),
+        ({**_RANK_0, "MASTER_PORT": "99999"}, f"MASTER_PORT='99999' {_MUST} from 1 to 65535"),
+        ({**_RANK_0, "WORLD_SIZE": "0"}, f"WORLD_SIZE='0' {_MUST} at least 1"),
+        ({**_RANK_0, "RANK": "5"}, f"RANK='5' {_MUST} from 0 to 1, as WORLD_SIZE=2"),
+        ({**_RANK_0, "RANK": "-1"}, f"RANK='-1' {_MUST} from 0 to 1, as WORLD_SIZE=2"),
+        ({**_RANK_0, "RANK": "abc"}, f"RANK='abc' {_MUST} from 0 to 1, as WORLD_SIZE=2"),
+        ({**_RANK_0, "LOCAL_RANK": "2"}, f"LOCAL_RANK='2' {_MUST} from 0 to 1"),
+        ({**_srun_environment(0, 2, 0, Path()), "MASTER_PORT": "1"}, f"MASTER_ADDR {_NO_PLACE}"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_no_rank_can_have_is_refused_at_once(
+    environment: dict[str, str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert refused_without_torch("train", "--parallel", "ddp", "--device", "cpu") == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("kind", ENVIRONMENTS)
+def test_the_environment_that_a_launcher_sets_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENTS[kind](1, 2, 29500, Path()).items():
+        monkeypatch.setenv(name, value)
+    check_environment(ranks_meet=True)
+    assert launched_placement() == Placement(rank=1, world_size=2, local_rank=1, local_world_size=2)
 
 
 def test_a_slurm_task_with_a_gpu_of_its_own_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,16 +58,45 @@ def launched_rank() -> int | None:
 
 
 def launched_placement() -> Placement:
-    """Where this process stands among the ranks that torchrun or srun started, of which it must be one."""
+    """Where this process stands among the ranks that torchrun or srun started, of which it must be one.
+
+    Raises:
+        ValueError: a variable that a person set is none that a rank can have (naming it).
+    """
     if launcher() == "slurm":
         return Placement(*slurm.placement(os.environ))
-    world_size = int(os.environ["WORLD_SIZE"])
-    return Placement(
-        rank=int(os.environ["RANK"]),
-        world_size=world_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", os.environ["RANK"])),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-    )
+    world_size = _number("WORLD_SIZE", 1)
+    rank = _number("RANK", 0, world_size - 1, f", as WORLD_SIZE={world_size}")
+    here = _number("LOCAL_WORLD_SIZE", 1, world_size) if "LOCAL_WORLD_SIZE" in os.environ else world_size
+    local_rank = _number("LOCAL_RANK", 0, here - 1) if "LOCAL_RANK" in os.environ else rank
+    return Placement(rank, world_size, local_rank, here)
+
+
+def check_environment(ranks_meet: bool) -> None:
+    """Raises ValueError where the variables of a launcher, or of a person in its place, are none that a rank can have;
+    `ranks_meet`: nor those of where it meets the others."""
+    name = launcher()
+    if name is None:
+        return
+    launched_placement()
+    if ranks_meet and (name == "torchrun" or "MASTER_PORT" in os.environ):  # tasks of srun's find each other
+        missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(variable)]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be set in the environment of a launched rank: the host of rank 0, and a "
+                "free port there, e.g. MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
+            )
+        _number("MASTER_PORT", 1, 65535)
+
+
+def _number(name: str, least: int, most: int | None = None, why: str = "") -> int:
+    """A variable of the environment."""
+    text, allowed = os.environ[name], f"at least {least}" if most is None else f"from {least} to {most}"
+    with suppress(ValueError):
+        number = int(text)
+        if least <= number and (most is None or number <= most):
+            return number
+    raise ValueError(f"{name}={text!r} in the environment must be a whole number {allowed}{why}")
 
 
 def launch_command() -> list[str]:

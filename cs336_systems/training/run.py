@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import signal
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
+from cs336_systems.distributed.last_words import finishing
 from cs336_systems.distributed.launcher import launched_rank, launched_world_size
 from cs336_systems.distributed.process_group import GroupOptions, run_ranks
 from cs336_systems.distributed.spawn import RankFailedError
@@ -60,7 +61,8 @@ def run_training(command: str, config: TrainConfig) -> Summary:
             summaries: list[Summary] | None = [train_rank(None, *arguments)]
         else:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
-            summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
+            with _told_at_end(command, config) if launched_rank() == 0 else nullcontext():
+                summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
     except (KeyboardInterrupt, SystemExit) as error:
         number = stopped_by(error)
         if number is None:
@@ -86,6 +88,11 @@ def run_training(command: str, config: TrainConfig) -> Summary:
     if launched_world_size() is not None:
         _plot(config)
     return _conclude(summaries[0], config, command)
+
+
+def _told_at_end(command: str, config: TrainConfig) -> AbstractContextManager[None]:
+    """Inside, a launched rank that ends at once says first how to go on."""
+    return finishing(lambda: tell(f"\n{to_go_on(command, _newest(config))}"))
 
 
 def _newest(config: TrainConfig) -> str:
