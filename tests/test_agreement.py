@@ -82,4 +82,4 @@ def test_the_script_compares_two_reports(tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         run_analysis("command", reports=[REPORT], **common)
     assert refused.value.code == 2
-    assert "--compare True: takes two reports, and there are 1" in capsys.readouterr().err
+    assert "--compare: takes two reports, and there are 1" in capsys.readouterr().err

@@ -99,8 +99,7 @@ def test_without_arguments_a_cpu_gets_less(
     monkeypatch.setattr(rank_sweep, "usable_cores", lambda: 4)
     monkeypatch.setattr(convergence, "usable_cores", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if device == "cuda" else 0)
-    for place in (provenance, run_kernels):
-        monkeypatch.setattr(place, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(provenance, "may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     for place in (into_files, rank_sweep, convergence, run_mixed_precision):
         monkeypatch.setattr(place, "resolve_device", lambda *_, **__: (device, RUN, None))
