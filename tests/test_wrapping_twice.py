@@ -74,7 +74,7 @@ def _let_go(context):
         del wrapped
         gc.collect()
         assert parameter() is None, wrapper
-    for wrapper, second in itertools.product(WRAPPERS, WRAPPERS):
+    for wrapper, second in zip(WRAPPERS, reversed(WRAPPERS), strict=True):
         module = _model()
         wrapped = wrapper(module)
         del wrapped
@@ -90,7 +90,7 @@ def test_a_wrapper_that_is_let_go_lets_go_of_its_model():
 
 
 def _saved_whole(context):
-    for wrapper, second in itertools.product(WRAPPERS, WRAPPERS):
+    for wrapper, second in zip(WRAPPERS, reversed(WRAPPERS), strict=True):
         wrapped = wrapper(_model())
         file = io.BytesIO()
         torch.save(wrapped.module, file)
