@@ -102,6 +102,7 @@ def test_the_attention_benchmark_writes_times_and_formulas(tmp_path, run_script)
     assert "In all rows: compile off, precision fp32, batch 2, causal True" in output
 
 
+@pytest.mark.slow
 def test_the_leaderboards_timing(tmp_path, run_script):
     status, output, errors = run_script(
         "leaderboard_attention", "--device", "cpu", "--implementation", "flash-pytorch", "sdpa-efficient",

@@ -123,6 +123,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_within_checkpoints_leaves_no_traceback(tmp_path):
     """PyTorch prints one for each checkpoint that backward was in."""
     words = [sys.executable, "-c", _INTERRUPTED_IN_A_REPEATED_FORWARD, str(tmp_path)]

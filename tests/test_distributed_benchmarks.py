@@ -190,6 +190,7 @@ def _fail_for(_: RankContext, cell: AllReduceCell) -> dict[str, Any]:
     return {"median_ms": cell.size_mb}
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_a_row_and_another_error_ends_the_run(tmp_path: Path) -> None:
     results = ResultsFile(tmp_path, "rows", AllReduceRow, collect_provenance("test", "cpu"))
     cells = [AllReduceCell("cpu", 2, float(mb)) for mb in (1, 2, 4, 3, 5)]

@@ -266,6 +266,7 @@ def _locked(directory):
     raise ValueError(f"out={str(directory)!r}: another run is writing there")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["saved_tensors", "profile_memory"])
 def test_what_times_nothing_does_not_look_at_the_cpus_load(monkeypatch, run_script, tmp_path, script):
     asked = []

@@ -341,6 +341,7 @@ def test_a_rank_that_waits_for_others_answers_signals(
     assert time.monotonic() - begin_s < 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rank", "place"),
     [("torchrun", 0, " at 127.0.0.1:0"), ("torchrun", 1, " at 127.0.0.1:1"), ("slurm", 1, "")],

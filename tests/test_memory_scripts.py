@@ -60,6 +60,7 @@ def test_a_blocks_saved_tensors(tmp_path, run_script):
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_model_and_nested_ones(tmp_path, run_script):
     options = ["--checkpoint-every", 0, 2, "--steps", 1, "--layers", 2, 4, "--out", tmp_path]
     status, shown, errors = run_script("checkpointing", *QUICK, *options)

@@ -299,6 +299,7 @@ def test_sizes_that_no_buffer_has_are_refused_by_their_flags(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_ends_ranks_without_a_word(tmp_path: Path) -> None:
     """A terminal sends it to the ranks too."""
     sizes = [f"{0.001 * n:.3f}" for n in range(1, 200)]
@@ -382,6 +383,7 @@ def _be_stopped(context: RankContext) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals as on POSIX")
 def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "spawn_processes", lambda *call, waits_s: spawn_processes(*call, waits_s=1.0))

@@ -38,6 +38,7 @@ def _run(folder, **changes):
     return run_convergence("command", out=out, data=write_text(folder), **{**base, **arguments, **changes})
 
 
+@pytest.mark.slow
 def test_each_variant_and_seed_is_trained_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(feasibility, "usable_cores", lambda: 1)
     rows = _run(tmp_path)
@@ -113,6 +114,7 @@ def test_rows_of_another_run_are_not_kept_beside_new_ones(tmp_path, capsys):
     assert not (tmp_path / "runs" / "bf16").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
     def killed(*arguments, **options):
         raise RankFailedError("rank 1 was killed by SIGKILL", 1, "", -signal.SIGKILL)
@@ -129,6 +131,7 @@ def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypat
     assert resumed[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_a_run_for_which_memory_is_too_full_is_tried_again_and_the_others_go_on(tmp_path, monkeypatch):
     rows = _run(tmp_path, variant=("ddp",), seed=(0,))
     monkeypatch.setattr(feasibility, "machine_memory", lambda: feasibility.Memory(2**50, 10 * 2**20))
