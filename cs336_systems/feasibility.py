@@ -165,7 +165,8 @@ def check_memory(cells: Sequence[BenchmarkCell], for_a_look: str = "") -> None:
     smallest = min(cells, key=_peak_bytes)
     problem = memory_shortage(smallest)
     check(not problem, "size", smallest.size, problem + (f". For a look: {for_a_look}" if for_a_look else ""))
-    on_cpu = [cell for cell in cells if cell.device == "cpu" and not memory_shortage(cell)]
+    too_large = [cell for cell in cells if memory_shortage(cell)]
+    on_cpu = [cell for cell in cells if cell.device == "cpu" and cell not in too_large]
     seconds = sum((cell.warmup + cell.steps) * _step_flops(cell) for cell in on_cpu) / _flops_per_s()
     largest = max(map(_peak_bytes, on_cpu), default=0)
     near = may_be_killed("cpu", largest)
@@ -175,7 +176,6 @@ def check_memory(cells: Sequence[BenchmarkCell], for_a_look: str = "") -> None:
             f"formula, and about {_in_words(seconds)} if a core does {_GFLOPS_PER_CORE:.0f} GFLOP/s. --size tiny takes "
             f"seconds.{' ' if near else ''}{near}"
         )
-    too_large = [cell for cell in cells if memory_shortage(cell)]
     if too_large:
         tell(
             f"{len(too_large)} of {len(cells)} combinations take more memory than is free, and become rows that say so."
