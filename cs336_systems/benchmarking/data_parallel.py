@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from cs336_systems.benchmarking.rank_arguments import check_mb
 from cs336_systems.benchmarking.rank_cells import MeasuredStep, RankCell, check_train_step, nccl_label
-from cs336_systems.benchmarking.rank_timing import slowest, time_whole_steps
+from cs336_systems.benchmarking.rank_timing import slowest, time_whole_steps, together
 from cs336_systems.configs import check
 from cs336_systems.intervals import StepIntervals, covered_share, total_length
 from cs336_systems.sweep_cells import cells_of
@@ -61,8 +61,8 @@ class DataParallelCell(RankCell):
 class DataParallelRow(MeasuredStep, DataParallelCell):
     """A cell and what it measured. Times are of the slowest rank.
 
-    `communication_ms` is finish_gradient_synchronization alone, after a backward pass that communicated nothing, with
-    the copies into and out of buffers that it needs.
+    `communication_ms` is finish_gradient_synchronization alone, begun by all ranks at once after a backward pass that
+    communicated nothing, with the copies into and out of buffers that it needs.
     `exposed_ms` is by how much the median step is longer than the one without communication in the same run, and
     `predicted_overhead_ms` what the handout's model says of that. `collective_ms` is the time in which a collective ran
     in one profiled step on rank 0, and `covered_share` the share of it in which backward computed, too.
@@ -179,7 +179,7 @@ def measure_data_parallel(
 
 
 def _communication_ms(step: DataParallelStep, device: Any) -> float | None:
-    """The median over steps, of the slowest rank, of the synchronisation alone."""
+    """The median over steps, of the slowest rank, of the synchronisation alone, which all ranks begin at once."""
     from cs336_systems.benchmarking.timing import PhaseTimer
 
     if not hasattr(step.model, "finish_gradient_synchronization"):
@@ -188,7 +188,7 @@ def _communication_ms(step: DataParallelStep, device: Any) -> float | None:
     for _ in range(COMM_WARMUP + COMM_REPEATS):
         with step.model.no_sync():
             step.compute_gradients(nullcontext)
-        with timer("synchronization"):
+        with together(timer, device)("synchronization"):
             step.finish()
     return slowest(timer.ms["synchronization"][COMM_WARMUP:]).median
 

@@ -56,9 +56,25 @@ def time_whole_steps(context: Any, cell: Any, step: Callable[[Callable[[str], An
     }
 
 
+def together(phase: Callable[[str], Any], device: Any) -> Callable[[str], Any]:
+    """`phase`, which opens a timed phase, on all ranks at once: the wait for a rank that was slower in the phase before
+    would count as this one's communication otherwise. A collective call at the beginning of each phase."""
+
+    def open_together(name: str) -> Any:
+        import torch.distributed as dist
+
+        from cs336_systems.benchmarking.timing import synchronize
+
+        synchronize(device)
+        dist.barrier()
+        return phase(name)
+
+    return open_together
+
+
 def time_phases(context: Any, step: Callable[[Callable[[str], Any]], object]) -> dict[str, float]:
-    """The median milliseconds of each phase, in steps that wait at each phase's edges."""
+    """The median milliseconds of each phase, in steps whose ranks wait for each other at each phase's edges."""
     from cs336_systems.benchmarking.timing import time_step
 
-    phased = time_step(step, 0, PHASED_STEPS, context.device)
+    phased = time_step(lambda phase: step(together(phase, context.device)), 0, PHASED_STEPS, context.device)
     return {name: slowest(times_ms).median for name, times_ms in phased.items()}
