@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from cs336_systems.benchmarking.rank_cells import nccl_label
 from cs336_systems.benchmarking.report_rows import (
@@ -12,7 +13,6 @@ from cs336_systems.benchmarking.report_rows import (
     percent,
     provenance,
     read_rows,
-    status_or,
     with_spread,
 )
 from cs336_systems.benchmarking.scaling import scaling_table
@@ -47,8 +47,8 @@ def _schemes(folder: str) -> Block:
         alone = next((row.step_median_ms for row in rows if row.implementation == "none"), None)
         body = [
             [
-                row.implementation + nccl_label(row) + (f", {row.bucket_size_mb:g} MB" if row.bucket_size_mb else ""),
-                status_or(row, "step_median_ms"),
+                _scheme(row),
+                with_spread(row, "step_median_ms"),
                 f"{row.exposed_ms / alone:.1%}" if row.exposed_ms is not None and alone else None,
                 row.predicted_overhead_ms,
                 row.communication_ms,
@@ -62,6 +62,20 @@ def _schemes(folder: str) -> Block:
         return markdown_table(["implementation", *headings], body)
 
     return make
+
+
+def _scheme(row: Any) -> str:
+    return row.implementation + nccl_label(row) + (f", {row.bucket_size_mb:g} MB" if row.bucket_size_mb else "")
+
+
+def _in_bf16(results: Path) -> str:
+    """The median step of the first run's implementations in each of the runs in bfloat16."""
+    columns = {heading: {_scheme(row): row for row in read_rows(results / name)[0]} for name, heading in IN_BF16.items()}
+    body = [
+        [scheme, *(with_spread(column.get(scheme), "step_median_ms") for column in columns.values())]
+        for scheme in next(iter(columns.values()))
+    ]
+    return markdown_table(["implementation: bf16 median step ms", *columns], body)
 
 
 def _sharding(*files: str) -> Block:
@@ -146,12 +160,19 @@ def of_memory(files: Sequence[str]) -> tuple[str, ...]:
     return tuple(name.replace(".json", "_memory.json") for name in files)
 
 
-_RUNS = ("fp32", "bf16", "bf16_batch_8", "nccl_options")
+IN_BF16 = {
+    "ddp/bf16_compiled/ddp.json": "batch 4, compiled blocks",
+    "ddp/bf16_batch_8/ddp.json": "batch 8",
+    "ddp/bf16/ddp.json": "batch 4",
+    "ddp/bf16_repeat/ddp.json": "batch 4, in another order",
+}
+_RUNS = ("fp32", "bf16", "bf16_repeat", "bf16_batch_8", "bf16_compiled", "nccl_options")
 SCHEMES = {name: Table(_schemes(name), (f"ddp/{name}/ddp.json",)) for name in _RUNS}
 
 PARALLEL_BLOCKS: dict[str, Block] = {
     "all-reduce": Table(_all_reduce, (ALL_REDUCE,)),
     "data-parallel": SCHEMES["fp32"],
+    "data-parallel-bf16": Table(_in_bf16, tuple(IN_BF16)),
     "scaling": scaling,
     "sharding": Table(_sharding(*SHARDED, *FSDP), (*SHARDED, *FSDP)),
 }

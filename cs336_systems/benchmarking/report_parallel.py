@@ -51,7 +51,7 @@ def _answer_schemes(folder: str):
         rows = read_rows(results / "ddp" / folder / "ddp.json")[0]
         alone = next((row.step_median_ms for row in rows if row.implementation == "none"), None)
         done = [row for row in rows if row.ok and row.exposed_ms is not None]
-        cost = {_label(row): f"{share:.1%}" for row in done if (share := ratio(row.exposed_ms, alone)) is not None}
+        cost = {_label(row): f"{share:+.1%}" for row in done if (share := ratio(row.exposed_ms, alone)) is not None}
         own = [row for row in done if row.implementation != "torch-ddp"]
         best = min(own, key=lambda row: row.step_median_ms, default=None)
         theirs = min((row for row in done if row.implementation == "torch-ddp"), default=None,
@@ -64,7 +64,7 @@ def _answer_schemes(folder: str):
                     if row.predicted_overhead_ms is not None])  # fmt: skip
         best_mb = _best_bucket_mb(results / "ddp" / folder / "all_reduce.json", sizes)
         return [
-            say("Without communication the step takes {ms} ms; communication makes it longer by {listed}.", ms=alone,
+            say("Without communication the step takes {ms} ms; communication changes it by {listed}.", ms=alone,
                 listed=", ".join(f"{cost[name]} ({name})" for name in naive if name in cost) or None),
             say("By itself, the naive scheme's communication would be {share} of its step.", share=percent(share)),
             say("The fastest is {name}, at {ms} ms ({cost}).", name=_label(best), ms=best.step_median_ms,
@@ -75,6 +75,8 @@ def _answer_schemes(folder: str):
                 cost=cost.get(_label(theirs))) if theirs else None,
             say("The overhead of the bucketed scheme differs from what the model predicts by {range} ms; by the "
                 "model, buckets of {best} MB are best.", best=best_mb, range=off),
+            say("In one run of a scheme, steps scatter by {range} ms (standard deviation).",
+                range=from_to([(row.step_std_ms, _label(row)) for row in done])),
             failures(rows, "scheme"),
         ]  # fmt: skip
 
@@ -144,7 +146,9 @@ ITEMS = (
         (
             _scheme_part("fp32", "In fp32"),
             _scheme_part("bf16", "In bf16"),
+            _scheme_part("bf16_repeat", "In bf16, again, in another order"),
             _scheme_part("bf16_batch_8", "In bf16, at twice the batch"),
+            _scheme_part("bf16_compiled", "In bf16, with compiled blocks"),
             Part(
                 "NCCL's CTAs",
                 "ddp/nccl_options",

@@ -17,6 +17,7 @@ MACHINES: tuple[str, ...] = get_args(Machine)
 
 _SIZES = "--size small medium large xl 2.7b"
 _XL = "--size xl --ctx 512"
+_BF16_RANKS = f"{_XL} --precision bf16 --warmup 3 --steps 20"  # host-bound steps scatter
 _FUSED = "--size large 2.7b --ctx 1024 --precision bf16"
 _TINY_RANKS = "--device cpu --size tiny --ctx 64 --batch-size 2 --warmup 1 --steps 3"
 _QUICK = "--rep-ms 20 --warmup-ms 5 --max-call-ms 200"
@@ -191,12 +192,20 @@ STEPS: tuple[Step, ...] = (
          gpu=(f"{_XL} --precision fp32",), cpu=(f"{_TINY_RANKS} --bucket-size-mb 0.1 1",),
          seconds=_guess(cpu=30, gpu=30, gpus=240), needs_ranks=True),
     Step("ddp/bf16", "ddp_benchmark", "ddp",
-         gpu=(f"{_XL} --precision bf16",), cpu=None,
-         seconds=_guess(gpus=240), needs_ranks=True),
+         gpu=(f"{_BF16_RANKS} --implementation none bucketed torch-ddp flat bucketed-in-place naive overlapped"
+              " --bucket-size-mb 100 1000 --no-profile",), cpu=None,
+         seconds=_guess(gpus=120), needs_ranks=True),
+    Step("ddp/bf16_repeat", "ddp_benchmark", "ddp",
+         gpu=(f"{_BF16_RANKS} --implementation none torch-ddp bucketed --bucket-size-mb 1000 100 --no-profile",),
+         cpu=None, seconds=_guess(gpus=65), needs_ranks=True),
     Step("ddp/bf16_batch_8", "ddp_benchmark", "ddp",
-         gpu=(f"{_XL} --batch-size 8 --precision bf16 --implementation none bucketed torch-ddp bucketed-in-place"
-              " --bucket-size-mb 1000 --no-profile",), cpu=None,
-         seconds=_guess(gpus=60), needs_ranks=True),
+         gpu=(f"{_BF16_RANKS} --batch-size 8 --implementation none bucketed torch-ddp bucketed-in-place"
+              " --bucket-size-mb 1000",), cpu=None,
+         seconds=_guess(gpus=95), needs_ranks=True),
+    Step("ddp/bf16_compiled", "ddp_benchmark", "ddp",
+         gpu=(f"{_BF16_RANKS} --compile blocks --implementation none bucketed torch-ddp bucketed-in-place"
+              " --bucket-size-mb 1000",), cpu=None,
+         seconds=_guess(gpus=90), needs_ranks=True),
     Step("ddp/nccl_options", "ddp_benchmark", "ddp",
          gpu=(f"{_XL} --precision fp32 --implementation none bucketed-in-place --bucket-size-mb 100"
               " --max-ctas 0 4 8 --no-profile",), cpu=None,
