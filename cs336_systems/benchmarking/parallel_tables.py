@@ -70,7 +70,8 @@ def _scheme(row: Any) -> str:
 
 def _in_bf16(results: Path) -> str:
     """The median step of the first run's implementations in each of the runs in bfloat16."""
-    columns = {heading: {_scheme(row): row for row in read_rows(results / name)[0]} for name, heading in IN_BF16.items()}
+    runs = {heading: read_rows(results / name)[0] for name, heading in IN_BF16.items()}
+    columns = {heading: {_scheme(row): row for row in rows} for heading, rows in runs.items()}
     body = [
         [scheme, *(with_spread(column.get(scheme), "step_median_ms") for column in columns.values())]
         for scheme in next(iter(columns.values()))
