@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from cs336_systems.cli import tell
 from cs336_systems.distributed import slurm
 from cs336_systems.distributed.launcher import Placement, RanksMissingError, launched_placement, launcher
 from cs336_systems.distributed.lifeline import own_address
@@ -55,8 +58,33 @@ def launched_store(placement: Placement, timeout_s: float) -> tuple[dist.Store, 
 
     timeout = timedelta(seconds=timeout_s)
     meet = rendezvous("env://", placement.rank, placement.world_size, timeout=timeout)
-    store, _, _ = waiting_for_ranks(lambda: next(meet), placement, timeout_s)
+
+    def find_and_meet() -> dist.Store:
+        _wait_until_known(os.environ["MASTER_ADDR"], timeout_s)
+        return next(meet)[0]
+
+    store = waiting_for_ranks(find_and_meet, placement, timeout_s)
     return store, own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _wait_until_known(host: str, timeout_s: float) -> None:
+    """A host's name may become known as it starts, or is a wrong one, of which torch would tell in traces of C++.
+
+    Raises:
+        TimeoutError: nobody knows it after `timeout_s` seconds.
+    """
+    last = time.monotonic() + timeout_s
+    for attempt in count():
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            why = f"MASTER_ADDR={host!r} in the environment is no host known here ({error.strerror or error})"
+        if time.monotonic() > last:
+            raise TimeoutError(why)
+        if attempt == 0:
+            tell(f"{why}; trying for {timeout_s:g} s.")
+        time.sleep(0.5)
 
 
 def waiting_for_ranks(wait: Callable[[], Result], placement: Placement, timeout_s: float) -> Result:
