@@ -23,7 +23,9 @@ def test_a_host_that_becomes_known_is_waited_for(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     _wait_until_known("node-0", timeout_s=60.0)
     assert answers == []
-    told = "MASTER_ADDR='node-0' in the environment is no host known here (Name or service not known); trying for 60 s.\n"
+    told = (
+        "MASTER_ADDR='node-0' in the environment is no host known here (Name or service not known); trying for 60 s.\n"
+    )
     assert capsys.readouterr().err == told
 
 
