@@ -14,7 +14,6 @@ from cs336_systems.accounting.communication import (
     best_bucket_bytes,
     ddp_overhead_s,
     fit_linear_cost,
-    number_of_buckets,
 )
 
 SIZES = [1e6, 1e7, 1e8, 1e9]
@@ -91,7 +90,3 @@ def test_no_bucket_size_beats_the_best(total: float, call_cost_s: float, bandwid
         return total / (bandwidth * (total / bucket)) + total / bucket * call_cost_s
 
     assert overhead(best) <= overhead(best * factor) * (1 + 1e-9)
-
-
-def test_number_of_buckets() -> None:
-    assert [number_of_buckets(10, bucket) for bucket in (1, 3, 10, 11)] == [10, 4, 1, 1]

@@ -61,11 +61,6 @@ def all_reduce_bus_bytes(n_bytes: float, world_size: int) -> float:
     return n_bytes * 2 * (world_size - 1) / world_size
 
 
-def number_of_buckets(total_bytes: float, bucket_bytes: float) -> int:
-    """Buckets of at most `bucket_bytes` in which `total_bytes` fit."""
-    return max(1, math.ceil(total_bytes / bucket_bytes))
-
-
 def ddp_overhead_s(total_bytes: float, n_buckets: int, cost: LinearCost) -> float:
     """By how much communication makes a step of bucketed data parallelism longer: s/(w·n) + n·o seconds.
 

@@ -20,7 +20,6 @@ from cs336_systems.records import Statistics
 
 BYTES_PER_MB = 10**6
 ITEM_BYTES = 4  # float32
-HANDOUT_SIZES_MB = (1.0, 10.0, 100.0, 1000.0)
 HANDOUT_PROCESSES = (2, 4, 6)
 
 

@@ -84,13 +84,6 @@ class RankContext:
     backend: str
 
 
-def default_device_type() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def check_gpus(device_type: str, local_world_size: int) -> None:
     """Raise ValueError if this node has fewer GPUs than ranks: NCCL would hang or fail with an obscure error."""
     import torch
