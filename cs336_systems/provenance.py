@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cs336_systems.configs import check
 from cs336_systems.cpu_cores import usable_cores
+from cs336_systems.files import check_writable
 
 _SOURCE_ROOT = Path(__file__).resolve().parents[1]
 
@@ -88,20 +89,22 @@ def check_cpu_alone(device: str) -> None:
     check(allowed, "device", device, "is not on this machine; it has cpu")
 
 
-def check_without_torch(make_cells: Callable[[str], object], device: str) -> None:
+def check_without_torch(make_cells: Callable[[str], object], device: str, out: Path) -> None:
     """Refuses what can be told before torch is imported, which takes seconds: cells that can never be, and, where there
-    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one.
+    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one; then, an `out` that cannot be
+    written to.
 
     Raises ValueError, also as `make_cells(device)` does.
     """
     may_be_gpu = may_have_gpu()
     if device == "auto":
         make_cells("cuda" if may_be_gpu else "cpu")
-        return
-    make_cells(device)
-    check_cpu_alone(device)
-    if not may_be_gpu:
-        make_cells("cpu")
+    else:
+        make_cells(device)
+        check_cpu_alone(device)
+        if not may_be_gpu:
+            make_cells("cpu")
+    check_writable(out)
 
 
 def devices_here() -> list[str]:

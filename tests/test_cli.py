@@ -120,7 +120,7 @@ def test_a_request_to_end_before_a_run_has_begun_has_a_line_too(has_begun, name,
             resuming.run_begins()
         signal.raise_signal(signal.Signals[name])
 
-    monkeypatch.setattr("cs336_systems.benchmarking.into_files.check_writable", ended)
+    monkeypatch.setattr("cs336_systems.benchmarking.into_files.check_without_torch", ended)
     status, _, errors = run_script("benchmark", "--out", tmp_path)
     assert status == 128 + signal.Signals[name]
     line = f"\nEnded by {name} before anything was measured. To begin: python scripts/benchmark.py --out {tmp_path}\n"

@@ -12,7 +12,6 @@ from cs336_systems.benchmarking.model_benchmark import cell_label
 from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input
 from cs336_systems.defaults import SIZES, fill_in
-from cs336_systems.files import check_writable
 from cs336_systems.provenance import check_without_torch
 from cs336_systems.records import DetailRows, ResultsFile
 from cs336_systems.sweep_cells import named_cells
@@ -24,8 +23,7 @@ def check_detailed_sweep(
     """Ends the program with status 2 for what `run_detailed_sweep` would refuse of these, as far as that can be told
     without torch: called before what measures, which imports it, is imported."""
     with refusing_bad_input():
-        check_without_torch(lambda device: _cells(size, device, parameters), device)
-        check_writable(out)
+        check_without_torch(lambda device: _cells(size, device, parameters), device, out)
 
 
 def _cells(size: tuple[str, ...] | None, device: str, parameters: dict[str, Any]) -> list[Any]:

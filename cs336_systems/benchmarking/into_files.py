@@ -16,7 +16,7 @@ from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.configs import check
 from cs336_systems.cpu_load import with_cpu_load
-from cs336_systems.files import NotWritten, check_writable
+from cs336_systems.files import NotWritten
 from cs336_systems.provenance import (
     Provenance,
     best_device,
@@ -58,8 +58,7 @@ def measure_into_files(
     nothing is said of a busy CPU.
     """
     with refusing_bad_input():
-        check_without_torch(make_cells, device)
-        check_writable(out)
+        check_without_torch(make_cells, device, out)
         device, provenance, look = resolve_device(device, command, is_timed=is_timed)
         cells = without_missing(make_cells(device))
         check_cells(possible(cells))

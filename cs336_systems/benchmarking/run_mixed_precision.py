@@ -26,7 +26,6 @@ from cs336_systems.benchmarking.sweep import run_sweep
 from cs336_systems.cli import refusing_bad_input, show
 from cs336_systems.configs import check
 from cs336_systems.defaults import fill_in
-from cs336_systems.files import check_writable
 from cs336_systems.provenance import Provenance, check_without_torch
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import named_cells, possible
@@ -54,8 +53,7 @@ def run_mixed_precision(
     with refusing_bad_input():
         for flag, values in {"part": part, **parameters}.items():
             check(values != (), flag, "", "needs at least one value")
-        check_without_torch(lambda device: _cells(device, parameters), device)
-        check_writable(out)
+        check_without_torch(lambda device: _cells(device, parameters), device, out)
         device, provenance, look = resolve_device(device, command, is_timed="benchmark" in part)
         cells = _cells(device, parameters)
         if "benchmark" in part:
