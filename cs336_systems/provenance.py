@@ -91,8 +91,8 @@ def check_cpu_alone(device: str) -> None:
 
 def check_without_torch(make_cells: Callable[[str], object], device: str, out: Path) -> None:
     """Refuses what can be told before torch is imported, which takes seconds: cells that can never be, and, where there
-    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one; then, an `out` that cannot be
-    written to.
+    is certainly no GPU, a device that is none of a CPU's, and cells that cannot be on one; then a folder `out` that
+    cannot be written to.
 
     Raises ValueError, also as `make_cells(device)` does.
     """

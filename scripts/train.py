@@ -12,9 +12,6 @@ had never stopped: on a CPU, with as many threads, the losses are the same bit f
 from __future__ import annotations
 
 from cs336_systems.cli import command_line, parse, refusing_bad_input
-from cs336_systems.distributed.launcher import launched_rank
-from cs336_systems.files import check_writable
-from cs336_systems.provenance import check_cpu_alone
 from cs336_systems.training.config import TrainArguments, TrainConfig
 
 
@@ -22,9 +19,6 @@ def main() -> None:
     arguments = parse(TrainArguments, __doc__, may_be_infinite=("clip_norm",), on_ranks=True)
     with refusing_bad_input():
         config = TrainConfig(**vars(arguments))
-        check_cpu_alone(config.device)
-        if launched_rank() in (None, 0):
-            check_writable(config.out)
     from cs336_systems.training.run import run_training
 
     run_training(command_line(), config)

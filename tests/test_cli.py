@@ -81,7 +81,7 @@ def test_help_that_nobody_reads_is_no_error():
         ("convergence", "cs336_systems.benchmarking.into_files.run_isolated"),
         ("ddp_benchmark", "cs336_systems.benchmarking.into_files.run_isolated"),
         ("profile_nsys", "cs336_systems.profiling.run_nsys.find_nsys"),
-        ("train", "cs336_systems.training.run.check_run"),
+        ("train", "cs336_systems.training.run_checks.check_run"),
     ],
 )
 @pytest.mark.parametrize("resume", [(), ("--resume",)])

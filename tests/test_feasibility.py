@@ -30,7 +30,8 @@ from cs336_systems.provenance import collect_provenance
 from cs336_systems.records import ResultsFile
 from cs336_systems.sweep_cells import named_cells
 from cs336_systems.training.metrics import METRICS
-from cs336_systems.training.run import check_run, run_training, tell_if_near
+from cs336_systems.training.run import run_training
+from cs336_systems.training.run_checks import check_run, tell_if_near
 from tests.training_helpers import make_config
 
 

@@ -18,7 +18,7 @@ from cs336_systems.kernels.adamw import FusedAdamW
 from cs336_systems.kernels.fused_model import FusedTransformerLM
 from cs336_systems.records import Unsupported, read_results
 from cs336_systems.training.loop import train_rank
-from cs336_systems.training.run import check_run
+from cs336_systems.training.run_checks import check_run
 from cs336_systems.training.trainer import Trainer
 from cs336_systems.workload import Workload
 from tests.attention_helpers import IGNORE_INTERPRETER

@@ -21,7 +21,7 @@ from cs336_systems.benchmarking.isolation import run_isolated
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.files import NotWritten
 from cs336_systems.records import read_results
-from cs336_systems.training import run
+from cs336_systems.training import run_checks
 from cs336_systems.training.checkpoints import checkpoint_path, list_checkpoints, load_checkpoint
 from cs336_systems.training.config import TrainArguments, TrainConfig
 from cs336_systems.training.metrics import METRICS, read_metrics
@@ -135,7 +135,7 @@ def test_a_rank_that_is_killed_is_a_row_and_the_others_go_on(tmp_path, monkeypat
 def test_a_run_for_which_memory_is_too_full_is_tried_again_and_the_others_go_on(tmp_path, monkeypatch):
     rows = _run(tmp_path, variant=("ddp",), seed=(0,))
     monkeypatch.setattr(feasibility, "machine_memory", lambda: feasibility.Memory(2**50, 10 * 2**20))
-    monkeypatch.setattr(run, "ranks_bytes", lambda config, peak, n_ranks: n_ranks * 8 * 2**20)
+    monkeypatch.setattr(run_checks, "ranks_bytes", lambda config, peak, n_ranks: n_ranks * 8 * 2**20)
     assert _run(tmp_path, variant=("fp32", "ddp"), seed=(0,), resume=True)[0] == rows[0]  # ddp would not fit now
     with pytest.raises(SystemExit, match="1"):  # nothing was measured
         _run(tmp_path / "other", variant=("ddp",), seed=(0,))

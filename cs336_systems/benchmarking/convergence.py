@@ -43,7 +43,7 @@ from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
 from cs336_systems.training.loop import Summary, train_rank
 from cs336_systems.training.metrics import METRICS, last_step, read_metrics
-from cs336_systems.training.run import check_run, check_same_run, tell_if_near
+from cs336_systems.training.run_checks import check_run, check_same_run, tell_if_near
 
 _LAST = 20  # steps over which the training loss at the end is averaged
 
