@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import io
 import math
 import os
 import re
-import signal
 import sys
-import threading
-import time
 from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
-from functools import partial
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from cs336_systems.distributed.launcher import check_environment, launch_command, launched_rank, launched_world_size
-from cs336_systems.resuming import after_interruption, has_begun
-from cs336_systems.signals import STOPPED, answer_requests
+from cs336_systems.distributed.launcher import check_environment, launch_command, launched_world_size
+from cs336_systems.endings import Ending
 
 Arguments = TypeVar("Arguments")
 
-_AFTER_AN_IMPORT_S = 0.05
-_IN_SUCCESSION_S = 1.0
 _FLAGS = {"context_length": "ctx"}  # the scripts' names of what the package names otherwise
 _without_flag: set[str] = set()  # of the script's arguments
-_ends_since_s = -math.inf  # when a signal last began to end the program
 _SETTINGS = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "CS336_AUTOTUNE")
 
 
@@ -41,8 +31,8 @@ def parse(
     finite but for arguments that `may_be_infinite`. Several processes of a launcher's are refused, but by a script that
     may be one of their ranks (`on_ranks`)."""
     # First of all, so that Ctrl-C is a line as early as can be.
-    is_resumable = "resume" in vars(arguments)["__dataclass_fields__"]
-    sys.excepthook = partial(_in_a_line, is_resumable)
+    ending = Ending("resume" in vars(arguments)["__dataclass_fields__"], command_line, tell)
+    ending.answer_errors()
     _open_closed_streams()
     import tyro
 
@@ -51,14 +41,7 @@ def parse(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "±" shows "?" and loses nothing
-    # A scheduler's request to stop, and a closed terminal, are answered as an exit: files are finished, and temporary
-    # ones removed.
-    global _ends_since_s
-    _ends_since_s = -math.inf
-    exit_by_signal = partial(_exit_by_signal, is_resumable)
-    answer_requests(exit_by_signal)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, exit_by_signal)
+    ending.answer_signals()
     try:
         try:
             with wide_enough():
@@ -136,64 +119,6 @@ def _registry() -> Any:
     registry = ConstructorRegistry()
     registry.primitive_rule(rule)
     return registry
-
-
-def _exit_by_signal(is_resumable: bool, number: int, frame: FrameType | None) -> None:
-    """Ctrl-C is a KeyboardInterrupt; any other an exit, with a line, as after Ctrl-C, where the run has not begun, as
-    that has one of its own.
-
-    Not in the middle of an import, though: some modules swallow whatever is raised there, and the program would go on.
-    Before the run it ends there, as there is nothing to finish; later the signal is sent again until it is over.
-
-    Another signal right after the one that ends the program is the same request: it would break off what is told of the
-    first, or the interpreter's own end."""
-    global _ends_since_s
-    if time.monotonic() - _ends_since_s < _IN_SUCCESSION_S:
-        return
-    is_importing = _is_importing(frame)
-    if is_importing and has_begun():
-        again = threading.Timer(_AFTER_AN_IMPORT_S, os.kill, (os.getpid(), number))
-        again.daemon = True
-        again.start()
-        return
-    _ends_since_s = time.monotonic()
-    if not has_begun() and (is_importing or number != signal.SIGINT):
-        with suppress(RuntimeError):  # standard error was being written to
-            _tell_of_the_end(is_resumable, STOPPED[signal.Signals(number)])
-    if is_importing:
-        atexit._run_exitfuncs()
-        with suppress(OSError):
-            sys.stdout.flush()
-        os._exit(128 + number)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _in_a_line(is_resumable: bool, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """Ctrl-C that nobody caught is a line, with how to go on where the script can, and so is an error with the
-    attribute `in_a_line`, which has it; any other error keeps its traceback."""
-    if issubclass(kind, KeyboardInterrupt):
-        _tell_of_the_end(is_resumable, "Interrupted")
-        raise SystemExit(128 + signal.SIGINT)  # or it is 1, as of a failed run, if something was imported here
-    if line := getattr(error, "in_a_line", ""):
-        tell(f"\nerror: {line}")
-    else:
-        sys.__excepthook__(kind, error, traceback)
-
-
-def _tell_of_the_end(is_resumable: bool, stopped: str) -> None:
-    """How to go on is said where the script can, by the first rank of a launched job."""
-    is_told_how = is_resumable and launched_rank() in (None, 0)
-    tell(f"\n{after_interruption(command_line(), stopped) if is_told_how else f'{stopped}.'}")
 
 
 @contextmanager

@@ -23,8 +23,8 @@ _OF_A_TERMINAL = STOPPED.keys() - {signal.SIGTERM}
 
 
 def stopped_by(error: BaseException) -> signal.Signals | None:
-    """The signal, of `STOPPED`, that `error` is the answer to: KeyboardInterrupt, or the SystemExit that cli.py makes
-    of the others; None for any other."""
+    """The signal, of `STOPPED`, that `error` is the answer to: KeyboardInterrupt, or the SystemExit that endings.py
+    makes of the others; None for any other."""
     if isinstance(error, KeyboardInterrupt):
         return signal.SIGINT
     code = error.code if isinstance(error, SystemExit) else None

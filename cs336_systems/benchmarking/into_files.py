@@ -76,8 +76,8 @@ def sweep_into_files(
     What others use of a CPU is looked at once more if `sweep` has timed anything there.
 
     Raises:
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (as cli.py answers them), 1 where a file
-            could not be written, each after a line that says how to go on.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (as endings.py answers them), 1 where a
+            file could not be written, each after a line that says how to go on.
     """
     told: list[str] = []
     before = {number: signal.getsignal(number) for number in STOPPED}
