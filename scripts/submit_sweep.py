@@ -52,12 +52,12 @@ def main() -> None:
     # A quoted group of flags is a value, and would be taken for a flag of this script's.
     sys.argv[1:] = [f" {word}" if re.match(r"--[\w-]+ ", word) else word for word in sys.argv[1:]]
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.distributed.submission import submit_commands, wait_for
+    from cs336_systems.distributed.submission import submit_commands, varied, wait_for
 
     options = dict(vars(arguments))
     command, vary, folder, cluster, wait = (options.pop(n) for n in ("command", "vary", "folder", "cluster", "wait"))
     with refusing_bad_input():
-        commands = [_words("command", command) + _words("vary", more) for more in vary]
+        commands = varied(command, vary)
         try:
             jobs = submit_commands(commands, folder, cluster=None if cluster == "auto" else cluster, **options)
         except ModuleNotFoundError as error:
@@ -69,13 +69,6 @@ def main() -> None:
         tell(f"error: {line}")
     if failed:
         raise SystemExit(1)
-
-
-def _words(name: str, text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ValueError(f"{name}={text.strip()!r}: cannot be read as a shell's words ({error})") from error
 
 
 if __name__ == "__main__":

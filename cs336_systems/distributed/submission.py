@@ -6,6 +6,7 @@ GPUs, on one node or several, srun starts the ranks, and process_group.py reads 
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,19 @@ from cs336_systems.progress import progress
 
 _LAST_LINES = 30
 _LOOK_S = 1.0
+
+
+def varied(command: str, vary: Sequence[str]) -> list[list[str]]:
+    """The words of `command` with those of each of `vary` behind them, as a shell reads them. Raises ValueError where
+    it could not: `varied("a.py --x", ["1", "2"])` is [["a.py", "--x", "1"], ["a.py", "--x", "2"]]."""
+    return [_words("command", command) + _words("vary", more) for more in vary]
+
+
+def _words(name: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text.strip()!r}: cannot be read as a shell's words ({error})") from error
 
 
 def submit_commands(
