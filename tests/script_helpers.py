@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import json
 import multiprocessing.process
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -134,22 +138,54 @@ def forked_processes() -> list[int]:
     return found
 
 
-def run_without_torch(name: str, *arguments: str, also: str = "") -> tuple[int, str]:
-    """A script's exit status and what it printed, started as a person does; it must import nothing that takes long.
-    `also` are more statements that its process runs at its end."""
-    probe = f"""
-import runpy, sys
-sys.argv[1:] = {arguments!r}
+# Forks for each line of its input, and the fork goes on as a Python that a person has just started, with the light part
+# of the package imported; it ends as such a Python does.
+_LIGHT_SERVER = """
+import json, os, runpy, sys
+from dataclasses import make_dataclass
+import tqdm, tyro
+import cs336_systems.benchmarking.into_files, cs336_systems.cli, cs336_systems.help_text
+tyro.cli(make_dataclass("Arguments", [("size", tuple[str, ...], ())]), args=[])  # imports what it needs only then
+for request in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+sys.argv, also, environment, folder, shown = json.loads(request)
+os.environ.clear()
+os.environ.update(environment)
+os.chdir(folder)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for number in (1, 2):
+    os.dup2(os.open(shown, os.O_WRONLY | os.O_APPEND), number)
 try:
-    runpy.run_path({str(ROOT / "scripts" / f"{name}.py")!r}, run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    slow = {{"torch", "triton", "numpy", "pandas", "matplotlib"}} & set(sys.modules)
-    assert not slow, f"imported {{slow}}"
-    {also}
+    slow = {"torch", "triton", "numpy", "pandas", "matplotlib"} & set(sys.modules)
+    assert not slow, f"imported {slow}"
+    exec(also)
 """
-    shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-    assert "AssertionError" not in shown.stderr, shown.stderr
-    return shown.returncode, shown.stdout + shown.stderr
+
+
+@cache
+def _light_server() -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen([sys.executable, "-c", _LIGHT_SERVER], cwd=ROOT, text=True, **pipes)
+    atexit.register(server.communicate)  # it ends with its input
+    return server
+
+
+def run_without_torch(name: str, *arguments: str, also: str = "") -> tuple[int, str]:
+    """A script's exit status and what it printed, in a process of its own, which must import nothing that takes long.
+    `also` are more statements that it runs at its end."""
+    server, argv = _light_server(), [str(ROOT / "scripts" / f"{name}.py"), *arguments]
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as shown:
+        print(json.dumps([argv, also, dict(os.environ), os.getcwd(), shown.name]), file=server.stdin, flush=True)
+        status, text = int(server.stdout.readline()), shown.read()
+    assert "AssertionError" not in text, text
+    return status, text
 
 
 def refused_without_torch(name: str, *arguments: str) -> str:
