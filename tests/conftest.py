@@ -18,6 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Where Python is told to keep no bytecode, as in many containers, each process that the tests start would compile torch
+# and matplotlib anew, which takes seconds: theirs is kept in the environment's folder, and none beside the sources.
+if sys.dont_write_bytecode and sys.prefix != sys.base_prefix:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(sys.prefix) / "tests-bytecode")
+
 import jaxtyping
 from jaxtyping import install_import_hook
 
