@@ -1,4 +1,4 @@
-"""How a script ends that Ctrl-C, another signal or an error stops: its line and status, and the command that goes on."""
+"""How a script that is stopped, or fails, ends: its line and status, and the command that goes on."""
 
 import os
 import re
