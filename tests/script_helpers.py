@@ -107,6 +107,12 @@ def _run(argv: list[str], environment: dict[str, str], stdout: Path, stderr: Pat
     runpy.run_path(argv[0], run_name="__main__")
 
 
+def rows_in(out: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of `<name>.json` in a folder, as they are on disk; none where there is no such file."""
+    path = out / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 def wait_until(condition: Callable[[], Any], what: str = "it") -> Any:
     """The condition's value as soon as that is true."""
     end_s = time.monotonic() + END_S

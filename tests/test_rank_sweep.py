@@ -1,5 +1,4 @@
-"""The multi-rank benchmarks as a person runs them: whatever stops one leaves tables, says why, and can be resumed; and
-ranks that are stopped, or started as Ctrl-C comes."""
+"""The multi-rank benchmarks as a person runs them: whatever stops one leaves tables, says why, and can be resumed."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ import errno
 import json
 import os
 import re
-import shlex
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +20,11 @@ from cs336_systems.benchmarking import rank_sweep
 from cs336_systems.benchmarking.all_reduce import AllReduceCell
 from cs336_systems.benchmarking.data_parallel import DataParallelCell
 from cs336_systems.benchmarking.isolation import Outcome
-from cs336_systems.distributed import process_group, spawn
-from cs336_systems.distributed.process_group import GroupOptions, RankContext, spawn_ranks
-from cs336_systems.distributed.spawn import RankFailedError, spawn_processes, start_context
+from cs336_systems.distributed.process_group import GroupOptions
+from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.files import write_atomically
 from cs336_systems.provenance import collect_provenance
-from tests.script_helpers import ScriptProcess, forked_processes, wait_until
+from tests.script_helpers import rows_in
 
 TINY = ["--size", "tiny", "--ctx", "8", "--batch-size", "1", "--device", "cpu"]
 # Script, its files' name, arguments, and the cells that it measures before those of its own rows.
@@ -91,11 +86,6 @@ def _raise(error: BaseException) -> Callable[[], None]:
     return stop
 
 
-def _rows(out: Path, name: str) -> list[dict[str, Any]]:
-    path = out / f"{name}.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
 @pytest.mark.parametrize("script", [*SCRIPTS, "leaderboard_step"])
 def test_more_ranks_than_cores_are_told_once(
     script: str,
@@ -143,7 +133,7 @@ def test_a_stopped_run_leaves_tables_and_resumes(
     assert status == 130
     assert "Interrupted. To go on: test --resume\n" in errors
     assert "Traceback" not in errors
-    first = _rows(out, name)
+    first = rows_in(out, name)
     assert len(first) == 1
     assert (out / f"{name}.md").read_text() in output
     assert (out / f"{name}.tex").exists()
@@ -156,10 +146,10 @@ def test_a_stopped_run_leaves_tables_and_resumes(
     assert ranks.cells[n_cells] == stopped
     assert len({str(cell) for cell in ranks.cells}) == len(ranks.cells) - 1  # no other is measured twice
     assert ranks.timeouts_s == {600.0, 7.0}
-    rows = _rows(out, name)
+    rows = rows_in(out, name)
     assert rows[: len(first)] == first
     assert len(rows) == len(ranks.cells) - 1 - before
-    details = _rows(out, f"{name}_memory")
+    details = rows_in(out, f"{name}_memory")
     assert len(details) == (0 if name in ("ddp", "all_reduce") else sum(row["world_size"] for row in rows))
     if name != "all_reduce":
         timelines = json.loads((out / f"{name}_timelines.json").read_text())
@@ -176,17 +166,17 @@ def test_what_lies_beside_a_row_is_not_doubled(
     name, arguments, before = SCRIPTS[script]
     arguments = [*arguments, "--out", str(tmp_path)]
     assert run_script(script, *arguments)[0] == 0
-    whole, memory = _rows(tmp_path, name), _rows(tmp_path, f"{name}_memory")
+    whole, memory = rows_in(tmp_path, name), rows_in(tmp_path, f"{name}_memory")
     document = json.loads((tmp_path / f"{name}.json").read_text())
     document["rows"].pop()
     (tmp_path / f"{name}.json").write_text(json.dumps(document))
     ranks.cells.clear()
     assert run_script(script, *arguments, "--resume")[0] == 0
     assert len(ranks.cells) == 1
-    without_run = [[{**row, "run": 0} for row in rows] for rows in (_rows(tmp_path, name), whole)]
+    without_run = [[{**row, "run": 0} for row in rows] for rows in (rows_in(tmp_path, name), whole)]
     assert without_run[0] == without_run[1]
-    assert [{**row, "run": 0} for row in _rows(tmp_path, f"{name}_memory")] == memory
-    assert len(_rows(tmp_path, "all_reduce")) == before
+    assert [{**row, "run": 0} for row in rows_in(tmp_path, f"{name}_memory")] == memory
+    assert len(rows_in(tmp_path, "all_reduce")) == before
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -203,7 +193,7 @@ def test_a_full_disk_is_a_line_and_status_1(
     told = rf"No space left on device; the 1 row.* in {name}\.json. Make room. To go on: test --resume"
     assert re.search(told, errors)
     assert "Traceback" not in errors
-    assert len(_rows(tmp_path, name)) == 1
+    assert len(rows_in(tmp_path, name)) == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(143), RankFailedError("rank 0 of 2 raised KeyError", 0, "", 1)])
@@ -230,7 +220,7 @@ def test_a_killed_rank_s_reason_is_shown(
     status, output, errors = run_script(script, *arguments, "--out", tmp_path / "one")
     reasons = [line for line in output.splitlines() if line.startswith("- ")]
     assert status == 1
-    n_cells = len(_rows(tmp_path / "one", name))
+    n_cells = len(rows_in(tmp_path / "one", name))
     assert re.search(
         rf"\n1 of {n_cells} cells were killed, and are tried again by --resume: .*\. To go on: test --r", errors
     )
@@ -239,7 +229,7 @@ def test_a_killed_rank_s_reason_is_shown(
     assert (written.count(" killed [1] "), reasons[0] in written) == (1, True)
     ranks.stop_at = None
     status, _, errors = run_script(script, *arguments, "--out", tmp_path / "one", "--resume")
-    assert (status, "were killed" in errors, len(_rows(tmp_path / "one", name))) == (0, False, n_cells)
+    assert (status, "were killed" in errors, len(rows_in(tmp_path / "one", name))) == (0, False, n_cells)
     killed = Outcome("killed", reason="rank 1 of 2 was killed by SIGKILL")
     monkeypatch.setattr(rank_sweep, "_measure_on_ranks", lambda *_: killed)
     status, output, _ = run_script(script, *arguments, "--out", tmp_path / "all")
@@ -247,7 +237,7 @@ def test_a_killed_rank_s_reason_is_shown(
     lines = [line for line in output.splitlines() if line.startswith("- ")]
     assert len(lines) == 1 + (before > 0)  # those of one reason together
     written = (tmp_path / "all" / f"{name}.md").read_text()
-    assert written.count(" killed [1] ") == len(_rows(tmp_path / "all", name)) > 0
+    assert written.count(" killed [1] ") == len(rows_in(tmp_path / "all", name)) > 0
     assert not [path.name for path in (tmp_path / "all").glob("*.png") if "by_ranks" not in path.name]
 
 
@@ -257,7 +247,7 @@ def test_a_killed_rank_of_the_all_reduces_alone_shows_in_the_status_too(
     _, arguments, _ = SCRIPTS["ddp_benchmark"]
     ranks.stop_at, ranks.stop = 0, _raise(KILLED)
     status, _, errors = run_script("ddp_benchmark", *arguments, "--out", tmp_path)
-    assert (status, len(_rows(tmp_path, "ddp"))) == (1, 4)
+    assert (status, len(rows_in(tmp_path, "ddp"))) == (1, 4)
     assert "\n1 of 3 cells were killed, and are tried again by --resume: 2 ranks, 0.1 MB. To go on: test " in errors
 
 
@@ -297,104 +287,3 @@ def test_sizes_that_no_buffer_has_are_refused_by_their_flags(
         assert status == 2
         assert errors.startswith(f"error: {flag} {float(value)}: must be at least one ")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_a_terminal_ends_ranks_without_a_word(tmp_path: Path) -> None:
-    """A terminal sends it to the ranks too."""
-    sizes = [f"{0.001 * n:.3f}" for n in range(1, 200)]
-    arguments = [
-        "--device",
-        "cpu",
-        "--processes",
-        "2",
-        "--sizes-mb",
-        *sizes,
-        "--repeats",
-        "1",
-        "--out",
-        tmp_path / "out",
-    ]
-    run = ScriptProcess(tmp_path, "all_reduce_benchmark", *arguments)
-    wait_until(lambda: len(_rows(tmp_path / "out", "all_reduce")) >= 2, "the second row")
-    for pid in {*forked_processes(), run.pid}:
-        os.kill(pid, signal.SIGINT)
-    assert run.wait() == 130
-    wait_until(lambda: not forked_processes(), "the end of the ranks")
-    lines = [line for line in run.errors.splitlines() if "cell" not in line and line.strip()]
-    settings, _, _ = lines[0].removeprefix("Interrupted. To go on: ").partition("python ")  # what the tests set
-    typed = settings + shlex.join(["python", "scripts/all_reduce_benchmark.py", *map(str, arguments)])
-    assert lines == [
-        f"Interrupted. To go on: {typed} --resume",
-        f"Rows, tables and plots: {tmp_path}/out/all_reduce*",
-    ]
-    rows = _rows(tmp_path / "out", "all_reduce")
-    assert run.output.count("| ok ") == len(rows)
-
-
-def _has_interrupts_blocked(index: int, connection: Any) -> None:
-    connection.send({signal.SIGINT, signal.SIGHUP} <= signal.pthread_sigmask(signal.SIG_BLOCK, []))
-
-
-def _survives_an_interrupt(index: int) -> str:
-    for number in (signal.SIGINT, signal.SIGHUP):
-        os.kill(os.getpid(), number)
-    return "lives"
-
-
-def test_ranks_leave_ctrl_c_to_their_parent_from_the_first() -> None:
-    receiver, sender = start_context().Pipe(duplex=False)
-    process = start_context().Process(target=_has_interrupts_blocked, args=(0, sender))
-    process.start()
-    assert receiver.recv()  # as yet nothing of ours has run there
-    process.join()
-    assert spawn_processes(_survives_an_interrupt, (), 1) == ["lives"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes under /proc")
-def test_ctrl_c_between_two_forks_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = spawn._start, []
-
-    def interrupted(*arguments: Any) -> Any:
-        started.append(start(*arguments))
-        signal.raise_signal(signal.SIGINT)
-        return started[-1]
-
-    others = set(forked_processes())
-    monkeypatch.setattr(spawn, "_start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        spawn_processes(_wait_for_ever, (), 2)
-    assert len(started) == 1
-    assert not set(forked_processes()) - others
-
-
-def _wait_for_ever(index: int) -> None:
-    signal.pause()
-
-
-def _be_stopped(context: RankContext) -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))  # from now on: a machine may be slow to start the ranks
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(1))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="signals as on POSIX")
-def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "spawn_processes", lambda *call, waits_s: spawn_processes(*call, waits_s=1.0))
-    with pytest.raises(RankFailedError) as failure:
-        spawn_ranks(_be_stopped, world_size=3, options=GroupOptions("cpu", timeout_s=100.0))
-    first = str(failure.value).splitlines()[0]
-    assert first.startswith("rank 1 is alive and did not report within timeout_s=1, stopped or too slow, for which")
-    assert "Timed out waiting 1000ms" in first
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, 2e6, float("inf"), float("nan")])
-def test_limits_that_no_group_has_are_refused(value: float) -> None:
-    with pytest.raises(ValueError, match=r"^timeout_s=.*must be more than 0 and at most 1000000"):
-        GroupOptions("cpu", timeout_s=value)
