@@ -3,6 +3,7 @@
 This module imports no torch: nor does the process that only hands the tests to others.
 """
 
+import importlib.util
 import os
 import runpy
 import signal
@@ -31,6 +32,7 @@ from jaxtyping import install_import_hook
 import tests.typecheck  # noqa: F401  found by its name below
 from cs336_systems.cpu_cores import usable_cores
 from cs336_systems.signals import STOPPED
+from tests.interpreter_speed import search_once
 
 _ROOT = Path(__file__).resolve().parents[1]
 _HAS_GPU = os.path.exists("/dev/nvidiactl")
@@ -77,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if torch.cuda.is_available():
         return
+    if importlib.util.find_spec("triton"):
+        search_once()
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch.cuda.is_available() is False")
     for item in items:
         if "gpu" in item.keywords:
