@@ -35,6 +35,7 @@ if launcher() is None:
         "pandas",
         "matplotlib.backends.backend_agg",
         "matplotlib.pyplot",
+        "tests.frozen_heap",
     )
 
 
