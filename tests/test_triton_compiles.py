@@ -121,15 +121,31 @@ def tolerated_spill(case: Case) -> float:
 
 def problems(results: dict[Case, dict]) -> list[str]:
     """What is wrong with each case, if anything is."""
-    found = {case: problem(case.arch, result, tolerated_spill(case)) for case, result in results.items()}
+    found = {
+        case: problem(case.arch, result, tolerated_spill(case)) or wrong_order(case, result.get("hopper_code"))
+        for case, result in results.items()
+    }
     return [f"{case}: {what}" for case, what in found.items() if what is not None]
+
+
+def wrong_order(case: Case, hopper_code: str | None) -> str | None:
+    """What is wrong with the order of a Hopper kernel's work (`_order_of_work`), if anything is."""
+    if hopper_code is None:
+        return None
+    if hopper_code.count("P") <= 4 * sum(hopper_code.count(n) for n in "01"):
+        return "ptxas waits after every product"
+    # A tile's 64 exponentials a thread, and two for its rows, lie between the waits for S and for P V, in each of two
+    # or three consumers, with and without a mask.
+    n_consumers = 3 if case.head_dim == 64 else 2
+    if case.name == "forward" and re.findall(r"1(e*)0", hopper_code) != ["e" * 66] * 2 * n_consumers:
+        return "ptxas has moved the softmax behind the wait"
+    return None
 
 
 SLICE = [
     Case(89, "float16", 64, "dkdv", group=2),
     Case(90, "bfloat16", 128, "dkdv", use_tma=True),
     Case(90, "bfloat16", 128, "dq", use_tma=True, is_causal=False),
-    Case(90, "bfloat16", 64, "forward", use_tma=True, is_hopper=True, length=16384),
     Case(90, "bfloat16", 128, "forward", use_tma=True, is_hopper=True, length=16384),
     Case(90, "bfloat16", 128, "dq", use_tma=True, group=2, is_hopper=True, length=16384),
     Case(90, "bfloat16", 128, "backward", use_tma=True, is_hopper=True, length=16384),
@@ -170,16 +186,6 @@ def test_representative_cases_compile():
     pytest.importorskip("triton", reason="Triton is not installed here (it exists for Linux only)")
     results = compile_in_processes(__file__, SLICE)
     assert problems(results) == []
-    for case, result in results.items():
-        if case.is_hopper:
-            code = result["hopper_code"]
-            assert code.count("P") > 4 * sum(code.count(n) for n in "01"), "ptxas waits after every product"
-        if case.is_hopper and case.name == "forward":
-            # A tile's 64 exponentials a thread, and two for its rows, lie between the waits for S and for P V, in each
-            # of two or three consumers, with and without a mask.
-            n_consumers = 3 if case.head_dim == 64 else 2
-            softmaxes = ["e" * 66] * 2 * n_consumers
-            assert re.findall(r"1(e*)0", code) == softmaxes, "ptxas has moved the softmax behind the wait"
 
 
 @pytest.mark.slow
