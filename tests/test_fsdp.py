@@ -283,7 +283,7 @@ def partial_backward(context: RankContext) -> None:
 def all_cases(context: RankContext) -> None:
     torch.set_num_threads(1)  # threads that wait for a busy core take longer than the work
     torch.use_deterministic_algorithms(True)
-    n_steps = 5 if context.world_size == 2 else 2  # the first learns the order
+    n_steps = 3 if context.world_size == 2 else 2  # the first learns the order
     for make in MODELS.values():
         train(context, make, torch.optim.SGD, n_steps)
     if context.world_size == 2:
