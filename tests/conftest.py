@@ -6,8 +6,10 @@ This module imports no torch: nor does the process that only hands the tests to 
 import importlib.util
 import os
 import runpy
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -72,6 +74,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     if usable_cores() > 1:
         option.numprocesses, option.dist = min(usable_cores(), MAX_WORKERS), "worksteal"
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Of files that the tests made, and of the copies that mutations.py makes, no bytecode is kept."""
+    if sys.pycache_prefix and not hasattr(config, "workerinput"):
+        temporary = Path(sys.pycache_prefix + tempfile.gettempdir())
+        for folder in [*temporary.glob("pytest-of-*"), *temporary.glob("tmp*/copy")]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
