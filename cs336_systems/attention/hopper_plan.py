@@ -62,9 +62,10 @@ from collections.abc import Sequence
 
 import torch
 
-from cs336_systems.attention.hopper_backward import N_CONSUMERS, hopper_backward_kernel, hopper_scale_dq_kernel
+from cs336_systems.attention.hopper_backward import N_CONSUMERS, hopper_backward_kernel
 from cs336_systems.attention.hopper_dq import hopper_dq_kernel
 from cs336_systems.attention.hopper_forward import ROWS, hopper_forward_kernel
+from cs336_systems.attention.hopper_scale_dq import hopper_scale_dq_kernel
 from cs336_systems.attention.triton_plan import (
     LOG2_E,
     MEMORY_BOUND,
