@@ -65,7 +65,7 @@ class Arguments:
 
 def main() -> None:
     arguments = parse(Arguments, __doc__)
-    from cs336_systems.benchmarking.flash_benchmark import run_flash_benchmark
+    from cs336_systems.benchmarking.run_flash_benchmark import run_flash_benchmark
 
     run_flash_benchmark(command_line(), **vars(arguments))
 

@@ -15,7 +15,8 @@ from cs336_systems.benchmarking.attention_benchmark import (
 )
 from cs336_systems.benchmarking.attention_plots import COLOUR_OF, colour_of, plot_attention, plot_flash
 from cs336_systems.benchmarking.attention_tables import pivot_markdown, value_or_status, why_not_run
-from cs336_systems.benchmarking.flash_benchmark import FlashRow, write_flash_files
+from cs336_systems.benchmarking.flash_benchmark import FlashRow
+from cs336_systems.benchmarking.run_flash_benchmark import write_flash_files
 from cs336_systems.records import ResultsFile
 from tests.example_rows import RUN
 
