@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from cs336_systems.benchmarking import (
+    report_checkpointing,
     report_kernels,
     report_memory,
     report_model,
     report_parallel,
+    report_precision,
     report_profiles,
     report_sharding,
 )
@@ -18,8 +20,9 @@ from cs336_systems.benchmarking.report_parts import Item, item_markdown, link
 ITEMS: tuple[Item, ...] = (
     report_model.BENCHMARK_ITEM,
     report_profiles.ITEM,
-    report_model.PRECISION_ITEM,
-    *report_memory.ITEMS,
+    report_precision.PRECISION_ITEM,
+    report_memory.MEMORY_ITEM,
+    report_checkpointing.CHECKPOINTING_ITEM,
     *ATTENTION_ITEMS,
     *report_parallel.ITEMS,
     *report_sharding.ITEMS,

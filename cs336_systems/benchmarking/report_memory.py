@@ -1,4 +1,4 @@
-"""The report's items on memory: what holds it over a step, and activation checkpointing."""
+"""The report's item on memory: what holds it over a step, and what a block keeps for backward."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.profile_tables import (
-    CHECKPOINTING,
-    MEMORY,
-    MEMORY_2048,
-    MEMORY_CHECK,
-    PROFILE_BLOCKS,
-    memory_rows,
-)
+from cs336_systems.benchmarking.profile_tables import MEMORY, MEMORY_2048, MEMORY_CHECK, PROFILE_BLOCKS, memory_rows
 from cs336_systems.benchmarking.report_model import columns_of
 from cs336_systems.benchmarking.report_parts import Item, Part
 from cs336_systems.benchmarking.report_rows import (
     Sentence,
     failures,
+    fine_percent,
     from_to,
     largest,
     markdown_table,
@@ -51,14 +45,10 @@ def _answer_memory(results: Path) -> list[Sentence | None]:
             copies=low.weight_copies_gib) if low and step and low.ctx == step.ctx else None,
         say("An activation of the residual stream has {predicted} MiB by formula and {measured} as measured.",
             predicted=step.residual_predicted_mib, measured=step.residual_mib) if step else None,
-        say("The formula of the step's peak is off by at most {off} ({of}).", off=_percent(largest(off)["high"]),
+        say("The formula of the step's peak is off by at most {off} ({of}).", off=fine_percent(largest(off)["high"]),
             of=largest(off)["of"]),
         failures(rows),
     ]  # fmt: skip
-
-
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{share:.1%}"
 
 
 def _largest(results: Path) -> list[Any]:
@@ -109,8 +99,8 @@ def _answer_check(results: Path) -> list[Sentence | None]:
         for name in ("kept", "peak")
     )  # fmt: skip
     return [
-        say("What is kept for backward is off by at most {off} ({of}).", off=_percent(kept["high"]), of=kept["of"]),
-        say("The peak is off by at most {off} ({of}).", off=_percent(peak["high"]), of=peak["of"]),
+        say("What is kept for backward is off by at most {off} ({of}).", off=fine_percent(kept["high"]), of=kept["of"]),
+        say("The peak is off by at most {off} ({of}).", off=fine_percent(peak["high"]), of=peak["of"]),
     ]
 
 
@@ -158,144 +148,52 @@ def _answer_saved(results: Path) -> list[Sentence | None]:
     ]  # fmt: skip
 
 
-# ---- 5: activation checkpointing -------------------------------------------------------------------------------------
-
-
-def _answer_checkpoints(results: Path) -> list[Sentence | None]:
-    rows = read_rows(results / CHECKPOINTING)[0]
-    answers: list[Sentence | None] = []
-    for precision, attention in dict.fromkeys((row.precision, row.attention) for row in rows):
-        these = [row for row in rows if (row.precision, row.attention) == (precision, attention)]
-        plain = next((row for row in these if not row.checkpoint_every), None)
-        best = min((row for row in these if row.checkpoint_every and row.peak_memory_gib), default=None,
-                   key=lambda row: row.peak_memory_gib)  # fmt: skip
-        if best is None:
-            continue
-        every = f"{best.checkpoint_every} block{'s' * (best.checkpoint_every > 1)}"
-        common = {"attention": attention, "precision": precision, "every": every, "gib": best.peak_memory_gib}
-        if plain is not None and plain.ok:
-            answers.append(
-                say("With {attention} attention in {precision}, segments of {every} bring the peak from "
-                    "{before} to {gib} GiB, the least of the sizes tried, and make the step {slower} times as long.",
-                    before=plain.peak_memory_gib, slower=best.step_over_none, **common)
-            )  # fmt: skip
-        elif plain is not None:
-            answers.append(
-                say("With {attention} attention in {precision} the step does not run without checkpoints (by formula "
-                    "it needs {need} GiB); in segments of {every} it peaks at {gib} GiB, the least of those tried.",
-                    need=plain.peak_predicted_gib, **common)
-            )  # fmt: skip
-    measured = [row for row in rows if row.ok and row.peak_memory_gib]
-    off = largest([(abs(times - 1), f"{row.attention}, every {row.checkpoint_every}") for row in measured
-                if (times := ratio(row.peak_memory_gib, row.peak_predicted_gib)) is not None])  # fmt: skip
-    return [*answers, say("The formula is off by at most {off} ({of}).", off=_percent(off["high"]), of=off["of"])]
-
-
-NESTED_COLUMNS = {
-    "scheme": "scheme", "n_layers": "layers L", "every": "segments of", "kept_activations": "kept",
-    "peak_activations": "peak", "forwards_per_layer": "forwards a layer", "growth": "should grow with",
-    "peak_over_growth": "peak over that",
-}  # fmt: skip
-
-
-def _answer_nested(results: Path) -> list[Sentence | None]:
-    rows = read_rows(results / NESTED)[0]
-    if not rows:
-        return []
-    deepest = max(row.n_layers for row in rows)
-    shallowest = min(row.n_layers for row in rows)
-    at, before = ({row.scheme: row for row in rows if row.n_layers == depth} for depth in (deepest, shallowest))
-    if not {"none", "segments", "nested"} <= set(at):
-        return []
-    growth = {
-        scheme: ratio(row.peak_over_growth, before[scheme].peak_over_growth if scheme in before else None)
-        for scheme, row in at.items()
-    }
-    return [
-        say("At {n} layers the peak is {a} activations without checkpoints, {b} with segments and {c} nested; each "
-            "layer's forward runs {d}, {e} and {f} times.", n=deepest, a=at["none"].peak_activations,
-            b=at["segments"].peak_activations, c=at["nested"].peak_activations, d=at["none"].forwards_per_layer,
-            e=at["segments"].forwards_per_layer, f=at["nested"].forwards_per_layer),
-        say("Over what it should grow with (L, √L, log2 L), the peak changes by factors of {a}, {b} and {c} from "
-            "{least} to {most} layers.", a=growth["none"], b=growth["segments"], c=growth["nested"],
-            least=shallowest, most=deepest),
-    ]  # fmt: skip
-
-
 ALLOCATIONS = "memory/memory_allocations.json"
 SAVED, SAVED_LIST = "saved_tensors/saved_tensors.json", "saved_tensors/saved_tensors_list.json"
-NESTED = "checkpointing/nested.json"
 
-ITEMS = (
-    Item(
-        4,
-        "Memory",
-        ("memory_profiling",),
-        "what does memory look like over a forward pass and over a full training step; what are the peaks by context "
-        "and precision; how large is an activation of the residual stream; which are the largest allocations, and "
-        "what code makes them; what does one block keep for backward?",
-        (
-            Part(
-                "Peaks by context and precision",
-                "memory",
-                (MEMORY,),
-                (memory_rows([MEMORY]),),
-                (
-                    ("What holds the memory over one step", "memory/pictures/*train-step*.png"),
-                    ("What holds the memory over one forward pass", "memory/pictures/*forward*.png"),
-                ),
-                _answer_memory,
+MEMORY_ITEM = Item(
+    4,
+    "Memory",
+    ("memory_profiling",),
+    "what does memory look like over a forward pass and over a full training step; what are the peaks by context "
+    "and precision; how large is an activation of the residual stream; which are the largest allocations, and "
+    "what code makes them; what does one block keep for backward?",
+    (
+        Part(
+            "Peaks by context and precision",
+            "memory",
+            (MEMORY,),
+            (memory_rows([MEMORY]),),
+            (
+                ("What holds the memory over one step", "memory/pictures/*train-step*.png"),
+                ("What holds the memory over one forward pass", "memory/pictures/*forward*.png"),
             ),
-            Part("The largest allocations", None, (ALLOCATIONS,), (_allocations_table,), (), _answer_allocations),
-            Part(
-                "The longest context",
-                "memory_2048",
-                (MEMORY_2048,),
-                (memory_rows([MEMORY_2048]),),
-                (("What held the memory", "memory_2048/pictures/*train-step*.png"),),
-                _answer_2048,
-            ),
-            Part(
-                "Beside the formulas",
-                "memory_check",
-                (MEMORY_CHECK,),
-                (PROFILE_BLOCKS["memory-by-formula"].make,),
-                (),
-                _answer_check,
-            ),
-            Part(
-                "What one block keeps for backward",
-                "saved_tensors",
-                (SAVED, SAVED_LIST),
-                (columns_of(SAVED, SAVED_COLUMNS), _saved_table),
-                (),
-                _answer_saved,
-            ),
+            _answer_memory,
         ),
-    ),
-    Item(
-        5,
-        "Activation checkpointing",
-        (),
-        "how does the largest model's peak memory depend on the number of blocks in a checkpointed segment, and which "
-        "is best; how do memory and work grow with depth if checkpoints are nested?",
-        (
-            Part(
-                "Blocks in a segment",
-                "checkpointing_model",
-                (CHECKPOINTING,),
-                (PROFILE_BLOCKS["checkpointing"].make,),
-                (("Peak memory over the blocks in a segment", "checkpointing_model/checkpointing.png"),),
-                _answer_checkpoints,
-            ),
-            Part(
-                "Nested checkpoints",
-                "checkpointing",
-                (NESTED,),
-                (columns_of(NESTED, NESTED_COLUMNS),),
-                (("Peak memory and forward passes over depth", "checkpointing/nested.png"),),
-                _answer_nested,
-            ),
+        Part("The largest allocations", None, (ALLOCATIONS,), (_allocations_table,), (), _answer_allocations),
+        Part(
+            "The longest context",
+            "memory_2048",
+            (MEMORY_2048,),
+            (memory_rows([MEMORY_2048]),),
+            (("What held the memory", "memory_2048/pictures/*train-step*.png"),),
+            _answer_2048,
+        ),
+        Part(
+            "Beside the formulas",
+            "memory_check",
+            (MEMORY_CHECK,),
+            (PROFILE_BLOCKS["memory-by-formula"].make,),
+            (),
+            _answer_check,
+        ),
+        Part(
+            "What one block keeps for backward",
+            "saved_tensors",
+            (SAVED, SAVED_LIST),
+            (columns_of(SAVED, SAVED_COLUMNS), _saved_table),
+            (),
+            _answer_saved,
         ),
     ),
 )

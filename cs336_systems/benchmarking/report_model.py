@@ -1,4 +1,4 @@
-"""The report's items on the model: the end-to-end benchmark, and what low precision does."""
+"""The report's item on the model from end to end: sizes, contexts, modes, warm-up and torch.compile."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.benchmarking.layer_norm_precision import LAYER_NORM_COLUMNS
-from cs336_systems.benchmarking.mixed_precision import ACCUMULATION_COLUMNS, DTYPE_COLUMNS
-from cs336_systems.benchmarking.profile_tables import (
-    CONVERGENCE,
-    PRECISIONS,
-    PROFILE_BLOCKS,
-)
 from cs336_systems.benchmarking.readme_tables import BLOCKS, COMPILE, MODES, SIZES, WARMUP, Block, in_order
 from cs336_systems.benchmarking.report_fused import FUSED_PARTS
 from cs336_systems.benchmarking.report_parts import Answer, Item, Part
 from cs336_systems.benchmarking.report_rows import (
     Sentence,
-    enumerate_words,
     failures,
     from_to,
     largest,
@@ -41,9 +33,6 @@ def columns_of(path: str, columns: dict[str, str]) -> Block:
     return lambda results: markdown_table(
         list(columns.values()), [[row[name] for name in columns] for row in read_rows(results / path)[0]]
     )
-
-
-# ---- 1: the end-to-end benchmark -------------------------------------------------------------------------------------
 
 
 def _answer_sizes(results: Path) -> list[Sentence | None]:
@@ -73,13 +62,13 @@ def _answer_sizes(results: Path) -> list[Sentence | None]:
     answers += [
         say("Over all cells the deviation is at most {high} of the mean ({of}).", high=percent(spread["high"]),
             of=spread["of"]),
-        *_precision_speed(done),
+        *precision_speed(done),
         failures(rows),
     ]  # fmt: skip
     return answers
 
 
-def _precision_speed(rows: Sequence[Any]) -> list[Sentence | None]:
+def precision_speed(rows: Sequence[Any]) -> list[Sentence | None]:
     """How much faster bf16 is than fp32, by cells that differ in nothing else."""
     fp32 = {(row.size, row.ctx, row.attention): row for row in rows if row.precision == "fp32"}
     pairs = [
@@ -168,72 +157,6 @@ def _answer_two_ways(path: str, field: str, before: str, after: str, words: str)
     return answer
 
 
-# ---- 3: precision ----------------------------------------------------------------------------------------------------
-
-
-def _answer_sums(results: Path) -> list[Sentence | None]:
-    rows = {(row.sum_dtype, row.term_dtype, row.is_cast_first): row for row in read_rows(results / ACCUMULATION)[0]}
-    wanted = [("float32", "float32", False), ("float16", "float16", False), ("float32", "float16", False),
-              ("float32", "float16", True)]  # fmt: skip
-    if not set(wanted) <= set(rows):
-        return []
-    full, half, mixed, cast = (rows[key] for key in wanted)
-    return [
-        say("{n} terms add up to {full} in float32 and to {half} in float16: a float16 sum rounds at every addition.",
-            n=full.n_terms, full=full.result_to_4_places, half=half.result_to_4_places),
-        say("float16 terms in a float32 sum give {mixed}, and {cast} if each is cast first: what is wrong was lost as "
-            "the term was rounded, and casting does not bring it back.", mixed=mixed.result_to_4_places,
-            cast=cast.result_to_4_places),
-    ]  # fmt: skip
-
-
-def _answer_dtypes(results: Path) -> list[Sentence | None]:
-    rows = {row.tensor: row for row in read_rows(results / DTYPES)[0]}
-    names = ("parameters", "first layer's output", "LayerNorm's output", "logits", "loss",
-             "gradients of the parameters")  # fmt: skip
-    listed = [f"{name} {rows[name].float16}" for name in names if name in rows]
-    return [say("Under float16 autocast: {listed}.", listed=enumerate_words(listed) or None)]
-
-
-def _answer_precisions(results: Path) -> list[Sentence | None]:
-    rows = read_rows(results / PRECISIONS)[0]
-    return [*_precision_speed([row for row in rows if row.ok]), failures(rows)]
-
-
-def _answer_convergence(results: Path) -> list[Sentence | None]:
-    rows = read_rows(results / CONVERGENCE)[0]
-    done = [row for row in rows if row.ok and row.validation_loss is not None]
-    if not done:
-        return [failures(rows, "run")]
-    losses: dict[str, dict[int, float]] = {}
-    for row in done:
-        losses.setdefault(row.variant, {})[row.seed] = row.validation_loss
-    first = done[0].variant
-    off = {}
-    for variant, by_seed in losses.items():
-        shared = [loss - losses[first][seed] for seed, loss in by_seed.items() if seed in losses[first]]
-        if variant != first and shared:
-            off[variant] = sum(shared) / len(shared)
-    close = largest([(abs(value), variant) for variant, value in off.items() if variant != "fp16-unscaled"])
-    seeds = losses[first].values()
-    zeros = [row.zero_gradient_share for row in done if row.variant == "fp16-unscaled"]
-    return [
-        say("Over the same seeds the mean validation loss differs from {first}'s by at most {off} nats ({of}); from "
-            "seed to seed it differs by {seeds}.", first=first, off=_fixed(close["high"]), of=close["of"],
-            seeds=_fixed(max(seeds) - min(seeds)) if len(seeds) > 1 else None),
-        say("float16 without loss scaling ends {off} nats from {first}: up to {zeros} of its gradients are zero.",
-            off=_fixed(off.get("fp16-unscaled"), signed=True), first=first,
-            zeros=None if not zeros or None in zeros else f"{max(zeros):.2%}"),
-        failures(rows, "run"),
-    ]  # fmt: skip
-
-
-def _fixed(loss: float | None, signed: bool = False) -> str | None:
-    return None if loss is None else f"{loss:+.4f}" if signed else f"{loss:.4f}"
-
-
-ACCUMULATION, DTYPES, LAYER_NORM = (f"mixed_precision/{name}.json" for name in ("accumulation", "dtypes", "layer_norm"))
-
 BENCHMARK_ITEM = Item(
     1,
     "End-to-end benchmark",
@@ -268,41 +191,5 @@ BENCHMARK_ITEM = Item(
             _answer_two_ways(COMPILE, "compile", "off", "on", "Compiled,"),
         ),
         *FUSED_PARTS,
-    ),
-)
-
-PRECISION_ITEM = Item(
-    3,
-    "Precision",
-    ("mixed_precision_accumulation", "benchmarking_mixed_precision"),
-    "what becomes of a thousand small terms summed in float32 and float16; which dtypes does a toy model have "
-    "under autocast, and which parts of LayerNorm need float32; how fast is the model in low precision?",
-    (
-        Part(
-            "Sums",
-            "mixed_precision",
-            (ACCUMULATION,),
-            (columns_of(ACCUMULATION, ACCUMULATION_COLUMNS),),
-            (),
-            _answer_sums,
-        ),
-        Part("Dtypes under autocast", None, (DTYPES,), (columns_of(DTYPES, DTYPE_COLUMNS),), (), _answer_dtypes),
-        Part("LayerNorm's parts", None, (LAYER_NORM,), (columns_of(LAYER_NORM, LAYER_NORM_COLUMNS),)),
-        Part(
-            "The benchmark in each precision",
-            None,
-            (PRECISIONS,),
-            (PROFILE_BLOCKS["mixed-precision"].make,),
-            (("Phases in each precision", "mixed_precision/benchmark.png"),),
-            _answer_precisions,
-        ),
-        Part(
-            "Losses in each precision, and under each technique",
-            "convergence",
-            (CONVERGENCE,),
-            (PROFILE_BLOCKS["convergence"].make,),
-            (("Loss curves", "convergence/convergence.png"),),
-            _answer_convergence,
-        ),
     ),
 )

@@ -129,6 +129,11 @@ def percent(share: float | None, signed: bool = False) -> str | None:
     return None if share is None else f"{share:+.1%}" if signed else f"{share:.0%}"
 
 
+def fine_percent(share: float | None) -> str | None:
+    """0.0256 -> "2.6%"."""
+    return None if share is None else f"{share:.1%}"
+
+
 def ratio(over: float | None, under: float | None) -> float | None:
     """over / under, or None where one of them is missing or the second is 0."""
     return over / under if over is not None and under else None
