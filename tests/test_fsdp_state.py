@@ -166,3 +166,26 @@ def refuses_and_clips(context: RankContext) -> None:
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_misuse_and_clipping(world_size: int) -> None:
     run_gloo(refuses_and_clips, world_size=world_size)
+
+
+def _refused(context: RankContext) -> None:
+    model = FSDP(build(tied, context.rank))
+    outer = nn.ModuleDict({"net": model})
+    with pytest.raises(ValueError, match=r"prefix='net\.': a FullyShardedDataParallel has a state dict of its own"):
+        outer.state_dict()
+    loss_on(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\): .* call finish_gradient_synchronization\(\) after"):
+        model.clip_grad_norm_(1.0)
+    model.finish_gradient_synchronization()
+    model.clip_grad_norm_(1.0)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    optimizer = torch.optim.Muon(matrices)
+    with pytest.raises(ValueError, match="Muon: it treats a whole matrix at once, and FSDP's parameters are this rank"):
+        optimizer.step()
+    empty = FSDP(nn.Sequential(nn.ReLU()))
+    assert empty.state_dict() == {} == empty.full_state_dict()
+    assert empty.clip_grad_norm_(1.0).item() == 0.0
+
+
+def test_what_would_be_wrong_without_a_word_is_refused() -> None:
+    run_gloo(_refused)

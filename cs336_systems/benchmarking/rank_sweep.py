@@ -239,7 +239,7 @@ def world_sizes(processes: Sequence[int], device: str, default: Sequence[int]) -
     launched = launched_world_size()
     n_gpus = count_gpus() if device == "cuda" else 0
     fits = [n for n in default if n <= (max(2, usable_cores()) if device == "cpu" else n_gpus)]
-    chosen = tuple(processes) or ((launched,) if launched else tuple(fits))
+    chosen = tuple(dict.fromkeys(processes)) or ((launched,) if launched else tuple(fits))
     for world_size in chosen:
         if world_size < 1:
             raise ValueError(f"processes={world_size}: must be at least 1")

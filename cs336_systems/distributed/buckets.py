@@ -145,6 +145,10 @@ class FlatBucket(Bucket):
             )
 
     def take(self, i: int) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): a bucket's views have no graph; wrap with gradient_as_bucket_view=False"
+            )
         # At once, not at launch: the new gradient is still in the cache, and its memory is free for the next one.
         self._is_taken[i] = True
         parameter, view = self.parameters[i], self.averaged[i]

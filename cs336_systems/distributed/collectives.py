@@ -57,7 +57,7 @@ def average_coalesced_(tensors: Sequence[Inexact[Tensor, "..."]], group: dist.Pr
 @torch.no_grad()
 def broadcast_tensor(tensor: Shaped[Tensor, "..."], group: dist.ProcessGroup, source: int = 0) -> None:
     """Copy the source rank's `tensor` (any dtype, shape and strides) into the other ranks' tensors."""
-    dense = tensor.contiguous()
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
     # As bytes: gloo knows few dtypes, and what is copied need not be understood.
     dist.broadcast(dense.reshape(-1).view(torch.uint8), group=group, group_src=source)
     if dense.data_ptr() != tensor.data_ptr():

@@ -98,6 +98,11 @@ class DataParallel(nn.Module, ABC):
         self._watch.is_due = False
 
     @property
+    def is_due(self) -> bool:
+        """Whether gradients have come outside `no_sync` that finish_gradient_synchronization has not averaged yet."""
+        return self._watch.is_due
+
+    @property
     def _is_synchronizing(self) -> bool:
         return self._watch.is_on
 

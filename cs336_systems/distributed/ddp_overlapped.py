@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.distributed.ddp_base import DataParallel, PendingAverage
 from cs336_systems.distributed.launch_order import LaunchOrder
@@ -29,14 +31,28 @@ class OverlappingDataParallel(DataParallel):
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__(module, process_group)
         self._launches = LaunchOrder([])
-        itself = ref[OverlappingDataParallel](self)
-        self._hooks = [
-            # After autograd has added to .grad, so that gradients of earlier, unsynchronised passes are in it; and once
-            # a backward pass for tied parameters, which are one.
-            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, itself, index))
-            for index, parameter in enumerate(self._trainable)
-        ]
+        self._hooks = [self._add_hook(index) for index in range(len(self._trainable))]
         self._watch.is_early = True
+
+    def _add_hook(self, index: int) -> RemovableHandle:
+        # After autograd has added to .grad, so that gradients of earlier, unsynchronised passes are in it; and once a
+        # backward pass for tied parameters, which are one.
+        itself = ref[OverlappingDataParallel](self)
+        return self._trainable[index].register_post_accumulate_grad_hook(partial(_on_gradient, itself, index))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward pass on this rank's part of the batch. In the backward pass that follows, hooks
+        on gradients that were registered since wrapping run before the gradients leave, too."""
+        self._put_hooks_last()
+        return super().forward(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _put_hooks_last(self) -> None:
+        for index, handle in enumerate(self._hooks):
+            hooks = self._trainable[index]._post_accumulate_grad_hooks
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                handle.remove()
+                self._hooks[index] = self._add_hook(index)
 
     def _set_portions(self, portions: Sequence[Sequence[int]]) -> None:
         self._launches = LaunchOrder(portions)
@@ -50,14 +66,15 @@ class OverlappingDataParallel(DataParallel):
 
     def _on_gradient(self, index: int) -> None:
         self._check_dense(index)
-        if not self._is_synchronizing:
-            return
         if self._launches.is_ready(index):
             raise RuntimeError(
                 f"parameter {self._names[index]!r} got a second gradient before finish_gradient_synchronization(), and "
                 "the first may be on its way already: call that after each backward pass, and to add several passes up "
-                "run all but the last inside no_sync()"
+                "run all but the last inside no_sync(); after a pass that failed, call it on all ranks and drop the "
+                "gradients"
             )
+        if not self._is_synchronizing:
+            return
         self._take(index)
         for portion in self._launches.mark_ready(index):
             self._launch(portion)

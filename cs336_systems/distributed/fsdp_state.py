@@ -53,7 +53,10 @@ def full_state_dict(model: FullyShardedDataParallel, to_rank: int | None) -> dic
 
 def sharded_state_dict(model: FullyShardedDataParallel) -> dict[str, Tensor]:
     """See FullyShardedDataParallel.state_dict."""
-    weights, mesh = _weight_of(model), _mesh(model)
+    weights = _weight_of(model)
+    if not weights:  # then there may be no parameter either, to tell the device
+        return {name: tensor.detach() for name, tensor in _named_tensors(model.module).items()}
+    mesh = _mesh(model)
     return {
         name: _as_dtensor(tensor.detach(), weights[tensor], mesh) if tensor in weights else tensor.detach()
         for name, tensor in _named_tensors(model.module).items()
@@ -197,7 +200,7 @@ def clip_grad_norm_(model: FullyShardedDataParallel, max_norm: float) -> Tensor:
         raise ValueError(f"max_norm={max_norm}: must be above 0")
     weights = _weight_of(model)
     parameters = list(model.module.parameters())
-    device = parameters[0].device
+    device = parameters[0].device if parameters else torch.device("cpu")
     dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
     square = {
         is_sharded: _square_norm([p.grad for p in parameters if p.grad is not None and (p in weights) == is_sharded])

@@ -32,6 +32,21 @@ ELEMENTWISE: frozenset[Any] = frozenset(
     }
 )
 
+# They treat a whole matrix at once (L-BFGS all parameters), and would be wrong with a rank's rows of each.
+OF_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+
+
+def check_takes_rows(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer of whole matrices that has been given rows of FSDP's weights."""
+    if isinstance(optimizer, OF_WHOLE_MATRICES):
+        used = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(is_shard(parameter) for parameter in used):
+            raise ValueError(
+                f"{type(optimizer).__name__}: it treats a whole matrix at once, and FSDP's parameters are this rank's "
+                "rows of each; take an optimizer that treats each element by itself, such as AdamW, or "
+                "ShardedOptimizer under data parallelism"
+            )
+
 
 def check_class(optimizer_cls: Any) -> None:
     """Raises ValueError for an optimizer whose step must evaluate the loss by itself, as L-BFGS's line search: it needs

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from cs336_systems.distributed.optimizer_checks import check_takes_rows
+
 
 class StepWatch:
     """Refuses an optimizer's step with gradients that finish_gradient_synchronization() has not averaged.
@@ -45,10 +47,11 @@ class StepWatch:
             hook.remove()
 
     def check_step(self, optimizer: Any) -> None:
-        """Raises RuntimeError if `optimizer` would use a gradient, other than zeros, that is to be averaged first, or
-        has, in its closure."""
+        """Raises RuntimeError if `optimizer` would use a gradient that is to be averaged first, or has, in its closure.
+        Zeros are none, but what has been sent early comes back in their place."""
         used = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if self.is_due and any(id(p) in self._ids and p.grad is not None and p.grad.any() for p in used):
+        mine = (parameter.grad for parameter in used if id(parameter) in self._ids and parameter.grad is not None)
+        if self.is_due and any(self.is_early or gradient.any() for gradient in mine):
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): these gradients are this rank's alone; call "
                 "finish_gradient_synchronization() of the data-parallel model after backward and before the step"
@@ -71,6 +74,7 @@ def _look_at_steps() -> None:
 
 
 def _check_step(optimizer: Any) -> None:
+    check_takes_rows(optimizer)
     for watch in [watch for watch in _watches if watch.is_due]:
         watch.check_step(optimizer)
 
