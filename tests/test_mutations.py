@@ -43,6 +43,12 @@ def run_mutations(
         signal.signal(number, handler)
 
 
+def test_every_mutation_can_be_made() -> None:
+    for mutation in mutations.MUTATIONS:
+        assert (ROOT / mutation.file).read_text(encoding="utf-8").count(mutation.old) == 1, mutation
+        assert all((ROOT / "tests" / name).exists() for name in mutation.tests.split()), mutation
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "word"),
     [
