@@ -12,12 +12,13 @@ length 16,384, ms:
 Backward in one pass takes the place of two where its tiles of 128 keys are enough for all multiprocessors too. It works
 at few heads at once, so that the tiles that their programs share are in the L2 cache (docs/attention.md has the bytes);
 with fewer than four, or more than a third as many programs at one head as each has steps, they wait for their turns.
-Whole backward pass, bfloat16, on an H200, in alternation, TFLOP/s by heads at once, (that which is chosen):
+Whole backward pass, bfloat16, on an H200, in alternation, TFLOP/s by heads at once, (that which is chosen);
+548 is from another run, in which 2 and 8 heads had 544 and 545:
 
 | heads x length, head_dim 128 | two passes | 1 | 2 | 4 | 8 | 16 | 32 | all |
 |---|---|---|---|---|---|---|---|---|
 | 32 x 32,768, causal | 478 | 569 | 563 | (561) | 550 | 539 | | 518 |
-| 32 x 32,768 | 475 | | 559 | ( ) | 536 | | | 327 |
+| 32 x 32,768 | 475 | | 559 | (548) | 536 | | | 327 |
 | 8 x 65,536, causal | 483 | 565 | 566 | (561) | | | | 555 |
 | 8 x 16,384, causal | 465 | 520 | 523 | (536) | | | | 530 |
 | 8 x 16,384 | 470 | 524 | 529 | (533) | | | | 530 |
