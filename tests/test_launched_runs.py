@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +139,23 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     assert (tmp_path / "out" / "all_reduce.png").exists()
 
 
-def _launch_training(tmp_path: Path, **changes: Any) -> tuple[Path, list[ScriptProcess], dist.TCPStore]:
-    """The folder that rank 0 writes to, two ranks of train.py, and the store at which they meet while it is held."""
+@contextmanager
+def _launched_training(tmp_path: Path, **changes: Any) -> Generator[tuple[Path, list[ScriptProcess]]]:
+    """The folder that rank 0 writes to, and two ranks of train.py, killed if the block leaves them running."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     out, data = tmp_path / "out", write_text(tmp_path)
     options = {**QUICK, "parallel": "ddp", "steps": 1_000_000, "data": data, "out": out, **changes}
-    ranks = []
-    for rank in range(2):
-        folder = tmp_path / f"rank-{rank}"
-        folder.mkdir()
-        environment = torchrun_environment(rank, 2, store.port, tmp_path)
-        ranks.append(ScriptProcess(folder, "train", *_flags(options), environment=environment))
-    return out, ranks, store
+    ranks: list[ScriptProcess] = []
+    try:
+        for rank in range(2):
+            folder = tmp_path / f"rank-{rank}"
+            folder.mkdir()
+            environment = torchrun_environment(rank, 2, store.port, tmp_path)
+            ranks.append(ScriptProcess(folder, "train", *_flags(options), environment=environment))
+        yield out, ranks
+    finally:
+        for process in ranks:
+            process.process.kill()
 
 
 def _flags(options: dict[str, Any]) -> list[str]:
@@ -170,35 +176,38 @@ def _steps(out: Path) -> list[int]:
 )
 def test_launched_training_that_is_stopped_saves_its_step(number: int, word: str, who: str, tmp_path: Path) -> None:
     """As in a terminal, all ranks hear it, and once more when the launcher passes it on; or one of them alone."""
-    out, ranks, _store = _launch_training(tmp_path, checkpoint_every=1_000_000)
-    wait_until(lambda: len(_steps(out)) > 2, "a step")
-    for rank in [*ranks, *ranks] if who == "all" else ranks[1:]:
-        with suppress(ProcessLookupError):
-            rank.send_signal(number)
-    assert [rank.wait() for rank in ranks] == [128 + number] * 2
-    last = _steps(out)[-1]
-    assert [path.name for path in list_checkpoints(out)] == [f"checkpoint-{last:08d}.pt"]
-    command = r".*torchrun --nproc-per-node 2 scripts/train\.py .* --resume"
-    how = rf"^{word} after step {last}, which is saved\. To go on from there: {command}$"
-    assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
-    noted = [rank.errors.count(f"{word}: this step is finished and saved first.") for rank in ranks]
-    assert noted == [int(who == "all"), 0]
-    assert "Traceback" not in ranks[0].errors + ranks[1].errors
-    assert (out / PLOT).exists()
+    with _launched_training(tmp_path, checkpoint_every=1_000_000) as (out, ranks):
+        wait_until(lambda: len(_steps(out)) > 2, "a step")
+        for rank in [*ranks, *ranks] if who == "all" else ranks[1:]:
+            with suppress(ProcessLookupError):
+                rank.send_signal(number)
+        assert [rank.wait() for rank in ranks] == [128 + number] * 2
+        last = _steps(out)[-1]
+        assert [path.name for path in list_checkpoints(out)] == [f"checkpoint-{last:08d}.pt"]
+        command = r".*torchrun --nproc-per-node 2 scripts/train\.py .* --resume"
+        how = rf"^{word} after step {last}, which is saved\. To go on from there: {command}$"
+        assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
+        noted = [rank.errors.count(f"{word}: this step is finished and saved first.") for rank in ranks]
+        assert noted == [int(who == "all"), 0]
+        assert "Traceback" not in ranks[0].errors + ranks[1].errors
+        assert (out / PLOT).exists()
 
 
 def test_a_second_signal_ends_launched_training_at_once(tmp_path: Path) -> None:
-    out, ranks, _store = _launch_training(tmp_path, checkpoint_every=1, validate_every=2, validation_batches=1_000_000)
-    wait_until(lambda: len(_steps(out)) == 2, "the validation, which takes minutes")
-    for wait_s in (IN_SUCCESSION_S + 0.1, 0):
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                rank.send_signal(signal.SIGINT)
-        time.sleep(wait_s)
-    # Who is in a collective first hears that the other has ended.
-    assert {rank.wait() for rank in ranks} <= {128 + signal.SIGINT, 1}
-    how = r"^To go on from checkpoint-00000001\.pt: .*torchrun --nproc-per-node 2 scripts/train\.py .* --resume$"
-    assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
+    with _launched_training(tmp_path, checkpoint_every=1, validate_every=2, validation_batches=1_000_000) as (
+        out,
+        ranks,
+    ):
+        wait_until(lambda: len(_steps(out)) == 2, "the validation, which takes minutes")
+        for wait_s in (IN_SUCCESSION_S + 0.1, 0):
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    rank.send_signal(signal.SIGINT)
+            time.sleep(wait_s)
+        # Who is in a collective first hears that the other has ended.
+        assert {rank.wait() for rank in ranks} <= {128 + signal.SIGINT, 1}
+        how = r"^To go on from checkpoint-00000001\.pt: .*torchrun --nproc-per-node 2 scripts/train\.py .* --resume$"
+        assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
 
 
 @pytest.mark.slow  # three processes that import torch by themselves
