@@ -17,10 +17,9 @@ from typing import Any
 
 from cs336_systems.distributed.launcher import launched_rank
 from cs336_systems.resuming import after_interruption, has_begun
-from cs336_systems.signals import STOPPED, answer_requests
+from cs336_systems.signals import IN_SUCCESSION_S, STOPPED, answer_requests
 
 _AFTER_AN_IMPORT_S = 0.05
-_IN_SUCCESSION_S = 1.0
 
 
 class Ending:
@@ -57,7 +56,7 @@ class Ending:
 
         Another signal right after the one that ends the program is the same request: it would break off what is told
         of the first, or the interpreter's own end."""
-        if time.monotonic() - self._began_s < _IN_SUCCESSION_S:
+        if time.monotonic() - self._began_s < IN_SUCCESSION_S:
             return
         is_importing = _is_importing(frame)
         if is_importing and has_begun():

@@ -18,6 +18,8 @@ from cs336_systems.files import leave_room_for_sockets
 STOPPED = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Ended by SIGTERM"}
 if hasattr(signal, "SIGHUP"):
     STOPPED[signal.SIGHUP] = "Ended by SIGHUP"
+# Within so long of the one before, a signal is the same request: a launcher passes on what its terminal sent to all.
+IN_SUCCESSION_S = 1.0
 # What a terminal sends to a program's other processes too.
 _OF_A_TERMINAL = STOPPED.keys() - {signal.SIGTERM}
 

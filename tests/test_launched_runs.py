@@ -7,7 +7,11 @@ import os
 import re
 import signal
 import socket
-from contextlib import suppress
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.distributed.spawn import start_context
+from cs336_systems.signals import IN_SUCCESSION_S
 from cs336_systems.training.checkpoints import list_checkpoints
+from cs336_systems.training.metrics import METRICS, PLOT
 from tests.distributed_helpers import ROOT, batch, loss_of, make_model
 from tests.launched_ranks import run_to_end, torchrun_environment, write_to
-from tests.script_helpers import ScriptProcess, wait_until
+from tests.script_helpers import END_S, ScriptProcess, rows_in, wait_until
 from tests.train_under_torchrun import N_STEPS
 from tests.training_helpers import QUICK, write_text
 
@@ -133,22 +139,111 @@ def test_a_launched_benchmark_that_is_stopped_leaves_tables(number: int, tmp_pat
     assert (tmp_path / "out" / "all_reduce.png").exists()
 
 
-def test_launched_training_that_is_stopped_says_how_to_go_on(tmp_path: Path) -> None:
+@contextmanager
+def _launched_training(tmp_path: Path, **changes: Any) -> Generator[tuple[Path, list[ScriptProcess]]]:
+    """The folder that rank 0 writes to, and two ranks of train.py, killed if the block leaves them running."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     out, data = tmp_path / "out", write_text(tmp_path)
-    options = {**QUICK, "parallel": "ddp", "steps": 1_000_000, "checkpoint_every": 2, "data": data, "out": out}
-    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-    ranks = []
-    for rank in range(2):
-        folder = tmp_path / f"rank-{rank}"
-        folder.mkdir()
-        environment = torchrun_environment(rank, 2, store.port, tmp_path)
-        ranks.append(ScriptProcess(folder, "train", *arguments, environment=environment))
-    wait_until(lambda: len(list_checkpoints(out)) > 1, "a checkpoint before the newest, which may be half there")
-    for rank in ranks:
+    options = {**QUICK, "parallel": "ddp", "steps": 1_000_000, "data": data, "out": out, **changes}
+    ranks: list[ScriptProcess] = []
+    try:
+        for rank in range(2):
+            folder = tmp_path / f"rank-{rank}"
+            folder.mkdir()
+            environment = torchrun_environment(rank, 2, store.port, tmp_path)
+            ranks.append(ScriptProcess(folder, "train", *_flags(options), environment=environment))
+        yield out, ranks
+    finally:
+        for process in ranks:
+            process.process.kill()
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    return [str(word) for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def _steps(out: Path) -> list[int]:
+    """The steps whose metrics are on disk."""
+    text = (out / METRICS).read_text() if (out / METRICS).exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line["step"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.parametrize("who", ["all", "last"])
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Ended by SIGTERM"), (signal.SIGHUP, "Ended by SIGHUP")],
+)
+def test_launched_training_that_is_stopped_saves_its_step(number: int, word: str, who: str, tmp_path: Path) -> None:
+    """As in a terminal, all ranks hear it, and once more when the launcher passes it on; or one of them alone."""
+    with _launched_training(tmp_path, checkpoint_every=1_000_000) as (out, ranks):
+        wait_until(lambda: len(_steps(out)) > 2, "a step")
+        for rank in [*ranks, *ranks] if who == "all" else ranks[1:]:
+            with suppress(ProcessLookupError):
+                rank.send_signal(number)
+        assert [rank.wait() for rank in ranks] == [128 + number] * 2
+        last = _steps(out)[-1]
+        assert [path.name for path in list_checkpoints(out)] == [f"checkpoint-{last:08d}.pt"]
+        command = r".*torchrun --nproc-per-node 2 scripts/train\.py .* --resume"
+        how = rf"^{word} after step {last}, which is saved\. To go on from there: {command}$"
+        assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
+        noted = [rank.errors.count(f"{word}: this step is finished and saved first.") for rank in ranks]
+        assert noted == [int(who == "all"), 0]
+        assert "Traceback" not in ranks[0].errors + ranks[1].errors
+        assert (out / PLOT).exists()
+
+
+def test_a_second_signal_ends_launched_training_at_once(tmp_path: Path) -> None:
+    with _launched_training(tmp_path, checkpoint_every=1, validate_every=2, validation_batches=1_000_000) as (
+        out,
+        ranks,
+    ):
+        wait_until(lambda: len(_steps(out)) == 2, "the validation, which takes minutes")
+        for wait_s in (IN_SUCCESSION_S + 0.1, 0):
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    rank.send_signal(signal.SIGINT)
+            time.sleep(wait_s)
+        # Who is in a collective first hears that the other has ended.
+        assert {rank.wait() for rank in ranks} <= {128 + signal.SIGINT, 1}
+        how = r"^To go on from checkpoint-00000001\.pt: .*torchrun --nproc-per-node 2 scripts/train\.py .* --resume$"
+        assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
+
+
+@pytest.mark.slow  # three processes that import torch by themselves
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("script", ["train", "all_reduce_benchmark"])
+def test_what_stops_torchrun_is_answered_before_it_kills_its_ranks(script: str, number: int, tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of a terminal, the others to torchrun, which passes them on."""
+    out = tmp_path / "out"
+    options: dict[str, Any] = {"out": out}
+    if script == "train":
+        options |= {**QUICK, "parallel": "ddp", "steps": 1_000_000, "data": write_text(tmp_path)}
+    options |= {"device": "cpu"}
+    more = [] if script == "train" else ["--repeats", "1", "--sizes-mb", *(f"{0.001 * n:.3f}" for n in range(1, 4000))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with (tmp_path / "shown").open("w") as shown:
+        launcher = subprocess.Popen(
+            [*torchrun, f"scripts/{script}.py", *_flags(options), *more],
+            cwd=ROOT,
+            stdout=shown,
+            stderr=shown,
+            start_new_session=True,
+        )
+    is_at_work = (lambda: len(_steps(out)) > 2) if script == "train" else (lambda: rows_in(out, "all_reduce"))
+    try:
+        wait_until(is_at_work, "the first row")
+        if number == signal.SIGINT:
+            os.killpg(launcher.pid, number)
+        else:
+            launcher.send_signal(number)
+        launcher.wait(END_S)
+    finally:
         with suppress(ProcessLookupError):
-            rank.send_signal(signal.SIGTERM)
-    # Who is in a collective first hears that the other has ended.
-    assert {rank.wait() for rank in ranks} <= {128 + signal.SIGTERM, 1}
-    how = r"^To go on from checkpoint-\d+\.pt: .*torchrun --nproc-per-node 2 scripts/train\.py .* --resume$"
-    assert [len(re.findall(how, rank.errors, re.MULTILINE)) for rank in ranks] == [1, 0]
+            os.killpg(launcher.pid, signal.SIGKILL)
+    text = (tmp_path / "shown").read_text()
+    assert "forcefully exiting" not in text  # half a minute after the signal
+    command = rf"torchrun --standalone --nproc-per-node 2 scripts/{script}\.py .* --resume$"
+    assert re.search(rf"To go on.*: .*{command}", text, re.MULTILINE), text
+    if script == "train":
+        assert [path.name for path in list_checkpoints(out)][-1] == f"checkpoint-{_steps(out)[-1]:08d}.pt"

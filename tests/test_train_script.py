@@ -16,6 +16,7 @@ import pytest
 from cs336_systems import feasibility
 from cs336_systems.distributed.spawn import RankFailedError
 from cs336_systems.files import NotWritten
+from cs336_systems.signals import IN_SUCCESSION_S, STOPPED
 from cs336_systems.training import checkpoints, loop, run
 from cs336_systems.training.checkpoints import list_checkpoints
 from cs336_systems.training.config import TrainArguments
@@ -179,6 +180,28 @@ def test_a_second_signal_ends_at_once_with_what_is_there(tmp_path, monkeypatch, 
     assert f"\n{word}. To go on from checkpoint-00000003.pt: x --resume\n" in capsys.readouterr().err
     assert [line["step"] for line in lines(config, "train")] == [1, 2, 3, 4]
     assert (config.out / PLOT).exists()
+
+
+def test_the_end_of_a_launched_run_that_was_stopped_is_cut_short_by_a_second_ctrl_c_alone(monkeypatch, capsys):
+    """A launcher passes on what it hears, at once, and sends SIGTERM to ranks that outlive another."""
+    before = {number: signal.getsignal(number) for number in STOPPED}
+    ended = []
+    monkeypatch.setattr(loop, "end_at_once", ended.append)
+    try:
+        with loop._answering(is_spawned=False, is_launched=True, is_main=True) as interrupts:
+            for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+                signal.raise_signal(number)
+            assert interrupts.numbers == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        interrupts.first_s -= IN_SUCCESSION_S
+        signal.raise_signal(signal.SIGTERM)
+        assert ended == []
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [128 + signal.SIGINT]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert capsys.readouterr().err.count("Interrupted: this step is finished and saved first.") == 1
 
 
 @pytest.mark.parametrize("parallel", ["none", "ddp"])

@@ -18,9 +18,10 @@ import torch
 from tqdm import tqdm
 
 from cs336_systems.cli import tell
+from cs336_systems.distributed.last_words import end_at_once
 from cs336_systems.progress import WhileItCan
 from cs336_systems.provenance import Provenance
-from cs336_systems.signals import STOPPED, answer, answer_requests
+from cs336_systems.signals import IN_SUCCESSION_S, STOPPED, answer, answer_requests
 from cs336_systems.training.checkpoints import list_checkpoints, load_newest, save_checkpoint
 from cs336_systems.training.config import TrainConfig
 from cs336_systems.training.data import TokenFile
@@ -59,8 +60,9 @@ def train_rank(
 
     Args:
         context: the rank's `RankContext`; None for a run in one process, which answers Ctrl-C, a request to end, or
-            SIGINT of whoever started this process, by finishing its step and saving it. Ranks leave Ctrl-C to whoever
-            started them.
+            SIGINT of whoever started this process, by finishing its step and saving it. So do ranks that a launcher
+            started, all after the same step, whichever of them hears it; ranks that this program spawned leave Ctrl-C
+            to it.
         has_bar: rank 0 shows its steps by a progress bar.
 
     Raises:
@@ -68,6 +70,7 @@ def train_rank(
         OSError: metrics or a checkpoint could not be written.
     """
     is_main = context is None or context.rank == 0
+    is_launched = context is not None and multiprocessing.parent_process() is None
     checkpoint, refused = load_newest(config.out) if config.resume else (None, [])
     if is_main and not config.resume:
         _move_aside(config.out)
@@ -80,7 +83,7 @@ def train_rank(
         tqdm(
             total=config.steps, initial=start, unit="step", file=WhileItCan(), disable=not (is_main and has_bar)
         ) as bar,
-        _interrupts(answered=context is None) as interrupts,
+        _answering(context is not None and not is_launched, is_launched, is_main) as interrupts,
     ):
         world_size = trainer.model.world_size
         log = _Log(metrics, bar, is_main)
@@ -89,7 +92,7 @@ def train_rank(
             log.tell(start, f"no checkpoint under {config.out}; starting from the beginning")
         for reason in refused:
             log.tell(start, f"{reason}; going on from {checkpoint.path.name if checkpoint else 'the beginning'}")
-        loop = _Loop(config, tokens, trainer, log, checkpoint.path if checkpoint else None)
+        loop = _Loop(config, tokens, trainer, log, checkpoint.path if checkpoint else None, is_launched)
         return loop.run(start, interrupts)
 
 
@@ -107,14 +110,20 @@ class _Log:
 
 class _Loop:
     def __init__(
-        self, config: TrainConfig, tokens: TokenFile, trainer: Trainer, log: _Log, checkpoint: Path | None
+        self,
+        config: TrainConfig,
+        tokens: TokenFile,
+        trainer: Trainer,
+        log: _Log,
+        checkpoint: Path | None,
+        is_launched: bool,
     ) -> None:
         self.config, self.tokens, self.trainer, self.log = config, tokens, trainer, log
-        self.checkpoint = checkpoint
+        self.checkpoint, self.is_launched = checkpoint, is_launched
         self.loss: float | None = None
         self.validation_loss: float | None = None
 
-    def run(self, start: int, interrupts: list[int]) -> Summary:
+    def run(self, start: int, interrupts: _Interrupts) -> Summary:
         config, step = self.config, start
         for step in range(start + 1, config.steps + 1):
             is_validated = step % config.validate_every == 0 or step == config.steps
@@ -126,12 +135,28 @@ class _Loop:
             if is_validated:
                 self.validation_loss = self.trainer.validation_loss()
                 self.log.metrics.write("validation", step=step, loss=self.validation_loss)
-            if step % config.checkpoint_every == 0 or step == config.steps or interrupts:
+            is_saved = step % config.checkpoint_every == 0 or step == config.steps
+            if is_saved:
                 self._save(step)
-            if interrupts and step < config.steps:
+            number = self._heard(interrupts) if step < config.steps else None
+            if number is not None:
+                if not is_saved:
+                    self._save(step)
                 self.log.metrics.write("event", step=step, message="interrupted")
-                return self._summary("interrupted", step, number=interrupts[0])
+                return self._summary("interrupted", step, number=number)
         return self._summary("finished", step)
+
+    def _heard(self, interrupts: _Interrupts) -> int | None:
+        """The signal that is to end the run, None if there is none: of launched ranks the same on all, whichever of
+        them it was sent to. For these it is a collective call."""
+        if not self.is_launched:
+            return interrupts.numbers[0] if interrupts.numbers else None
+        noted = torch.tensor([float(number in interrupts.numbers) for number in STOPPED], device=self.trainer.device)
+        counts = self.trainer.model.sum_over_ranks(noted).tolist()
+        heard = next((number for number, count in zip(STOPPED, counts, strict=True) if count), None)
+        if heard is not None:
+            interrupts.note(heard)
+        return heard
 
     def _timed_step(self, step: int, is_validated: bool) -> StepResult:
         start_s = time.perf_counter()
@@ -217,35 +242,61 @@ def _move_aside(out: Path) -> None:
             path.replace(aside / path.name)
 
 
+class _Interrupts:
+    """The signals that a run was sent, and when the first was heard of."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.first_s = -math.inf
+
+    def note(self, number: int) -> None:
+        if not self.numbers:
+            self.first_s = time.monotonic()
+        self.numbers.append(number)
+
+
 @contextmanager
-def _interrupts(answered: bool) -> Generator[list[int]]:
-    """Inside, Ctrl-C, SIGTERM and SIGHUP are noted in the list; a second one ends the program again. If not `answered`,
-    Ctrl-C is ignored.
+def _answering(is_spawned: bool, is_launched: bool, is_main: bool) -> Generator[_Interrupts]:
+    """Inside, Ctrl-C, SIGTERM and SIGHUP are noted; a second one ends the program again. In a rank that this program
+    spawned, Ctrl-C is ignored.
 
     In a process that another one has started, it's the other's to tell of it, and to end this one at the second: there,
     one may come from the terminal and one from the other process. The other sends SIGINT; SIGTERM ends at once.
+
+    Of launched ranks the main one tells of it. A second signal right after the first is the first, passed on by the
+    launcher. Once one was noted, what comes after the block is only the end: Ctrl-C still ends it at once, but what a
+    launcher sends to ranks that outlive others does not.
     """
-    noted: list[int] = []
+    interrupts = _Interrupts()
     is_child = multiprocessing.parent_process() is not None
 
+    def is_passed_on() -> bool:
+        return is_launched and time.monotonic() - interrupts.first_s < IN_SUCCESSION_S
+
     def note(number: int, frame: Any) -> None:
-        if noted and not is_child:
+        if is_passed_on():
+            return
+        if interrupts.numbers and not is_child:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        noted.append(number)
-        if is_child:
+        interrupts.note(number)
+        if is_child or not is_main:
             return
         with suppress(RuntimeError):  # a stream cannot be written to in the middle of its writing
             stopped = STOPPED[signal.Signals(number)]
             tell(f"\n{stopped}: this step is finished and saved first. Once more ends at once, without.")
 
+    def end(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and not is_passed_on():
+            end_at_once(128 + number)
+
     if threading.current_thread() is not threading.main_thread():
-        yield noted
+        yield interrupts
         return
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, note if answered else signal.SIG_IGN)}
-    if answered and not is_child:
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if is_spawned else note)}
+    if not is_spawned and not is_child:
         before |= answer_requests(note)
     try:
-        yield noted
+        yield interrupts
     finally:
         for number, handler in before.items():
-            answer(number, handler)
+            answer(number, end if is_launched and interrupts.numbers else handler)

@@ -6,7 +6,7 @@ import errno
 import signal
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cs336_systems.cli import refusing_bad_input, show, tell
 from cs336_systems.distributed.last_words import finishing
@@ -32,7 +32,8 @@ def run_training(command: str, config: TrainConfig) -> Summary:
 
     Bad input ends the program with status 2 before anything is built. A run that stopped itself ends it with 1, and one
     that was stopped with 130 (Ctrl-C), 143 (SIGTERM) or 129 (SIGHUP), after the files are on disk. One in which a rank
-    failed ends with 1 and says how to go on. Of a launched job only rank 0 returns.
+    failed ends with 1 and says how to go on. Of a launched job only rank 0 returns; the others end with 0, or with its
+    status where a signal stopped the job.
     """
     with refusing_bad_input():
         check_cpu_alone(config.device)
@@ -50,6 +51,12 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         tell_if_near(config, device, world_size)
         tell_if_crowded(device, [world_size])
     arguments = (config, tokens, device, collect_provenance(command, device))
+    own: list[Summary] = []
+
+    def train_here(*arguments: Any) -> Summary:
+        own.append(train_rank(*arguments))
+        return own[0]
+
     run_begins()
     try:
         if config.parallel == "none":
@@ -57,7 +64,8 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         else:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
             with _told_at_end(command, config) if launched_rank() == 0 else nullcontext():
-                summaries = run_ranks(train_rank, *arguments, world_size=world_size, options=options)
+                train = train_rank if launched_rank() is None else train_here
+                summaries = run_ranks(train, *arguments, world_size=world_size, options=options)
     except (KeyboardInterrupt, SystemExit) as error:
         number = stopped_by(error)
         if number is None:
@@ -79,10 +87,12 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         if launched_world_size() is None:
             _plot(config)
     if summaries is None:
-        raise SystemExit(0)
-    if launched_world_size() is not None:
-        _plot(config)
-    return _conclude(summaries[0], config, command)
+        raise SystemExit(0 if own[0].signal is None else 128 + own[0].signal)
+    try:
+        return _conclude(summaries[0], config, command)
+    finally:
+        if launched_world_size() is not None:  # after what is to be said: a launcher kills a while after its signal
+            _plot(config)
 
 
 def _told_at_end(command: str, config: TrainConfig) -> AbstractContextManager[None]:
