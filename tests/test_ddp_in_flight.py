@@ -89,6 +89,25 @@ def test_hooks_registered_after_wrapping_run_before_gradients_leave(name: str) -
     run_gloo(_hooks_after_wrapping, name)
 
 
+def _compiled_whole(context: RankContext, name: str) -> None:
+    model = WRAPPERS[name](_model(context))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_clamp)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for step in range(2):
+        model.zero_grad()
+        _loss(compiled, context, 1.0).backward()
+        model.finish_gradient_synchronization()
+        expected = _mean(context, [g.clamp(-0.5, 0.5) for g in _local_gradients(context, 1.0)])
+        if name in LATE or step > 0:  # the first step's finish puts them in their order
+            torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+@each_wrapper
+def test_a_wrapper_can_be_compiled_whole(name: str) -> None:
+    run_gloo(_compiled_whole, name)
+
+
 def _create_graph(context: RankContext, name: str) -> None:
     model = WRAPPERS[name](_model(context))
     if name == "bucketed":

@@ -36,3 +36,8 @@ def test_a_host_that_nobody_knows_ends_the_wait(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with pytest.raises(TimeoutError, match="MASTER_ADDR='node-1' in the environment is no host known here"):
         _wait_until_known("node-1", timeout_s=0.1)
+
+
+def test_what_can_be_no_name_of_a_host_is_told_as_one_that_nobody_knows() -> None:
+    with pytest.raises(TimeoutError, match=r"MASTER_ADDR='a\.\.b' in the environment is no host known here"):
+        _wait_until_known("a..b", timeout_s=0.1)

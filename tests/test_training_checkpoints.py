@@ -82,13 +82,21 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(tmp_path, da
     newest, (reason,) = load_newest(tmp_path)
     assert newest.step == 1
     assert "checkpoint-00000002.pt" in reason
-    damage(checkpoint_path(tmp_path, 1))
+    damage(checkpoint_path(tmp_path, 1))  # also if both have no manifest: they were copied without, maybe
     with pytest.raises(ValueError, match=r"resume=.*: has no good checkpoint; checkpoint-00000002\.pt is refused"):
         load_newest(tmp_path)
 
 
 def test_no_checkpoint_at_all_is_no_error(tmp_path):
     assert load_newest(tmp_path) == (None, [])
+
+
+def test_the_first_one_that_was_never_finished_is_none(tmp_path):
+    _save(tmp_path, 1)
+    _drop_manifest(checkpoint_path(tmp_path, 1))
+    newest, (reason,) = load_newest(tmp_path)
+    assert newest is None
+    assert reason == "checkpoint-00000001.pt is refused: it has no checkpoint-00000001.json, so it was never finished"
 
 
 @pytest.mark.parametrize("step", [1, 2])

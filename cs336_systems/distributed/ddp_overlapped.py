@@ -43,10 +43,10 @@ class OverlappingDataParallel(DataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward pass on this rank's part of the batch. In the backward pass that follows, hooks
         on gradients that were registered since wrapping run before the gradients leave, too."""
-        self._put_hooks_last()
+        if not torch.compiler.is_compiling():  # finish_gradient_synchronization does it for the steps that follow
+            self._put_hooks_last()
         return super().forward(*args, **kwargs)
 
-    @torch.compiler.disable
     def _put_hooks_last(self) -> None:
         for index, handle in enumerate(self._hooks):
             hooks = self._trainable[index]._post_accumulate_grad_hooks
@@ -87,6 +87,7 @@ class OverlappingDataParallel(DataParallel):
             self._finish()
         finally:
             self._launches.reset()
+            self._put_hooks_last()
 
     def _take(self, index: int) -> None:
         """Note parameter `index`'s gradient, which is complete, before its portion is launched."""

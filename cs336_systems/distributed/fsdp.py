@@ -170,7 +170,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             ValueError: `max_norm` is not above 0.
-            RuntimeError: it was called before finish_gradient_synchronization.
+            RuntimeError: it was called before finish_gradient_synchronization averaged the replicated gradients.
         """
         if self._replicated[0].is_due:
             raise RuntimeError(
@@ -188,17 +188,17 @@ class FullyShardedDataParallel(nn.Module):
         collective call, one weight at a time."""
         return fsdp_state.full_state_dict(self, to_rank)
 
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded state dict: sharded weights are DTensors that share the shards' memory, for
         torch.distributed.checkpoint, which saves them and loads them at any world size.
 
         Raises:
             ValueError: an argument is given, as state_dict() of a module around this one does.
         """
-        if destination is not None or prefix or keep_vars:
+        if args or kwargs:
             raise ValueError(
-                f"prefix={prefix!r}: a FullyShardedDataParallel has a state dict of its own, and is no part of another "
-                "module's or dictionary; call its state_dict() without arguments and save that beside the rest"
+                f"state_dict() with {', '.join(kwargs) or 'arguments'}: a FullyShardedDataParallel has a state dict of "
+                "its own, which is no part of another module's; call it without arguments and save that beside the rest"
             )
         return fsdp_state.sharded_state_dict(self)
 

@@ -78,8 +78,9 @@ def _wait_until_known(host: str, timeout_s: float) -> None:
         try:
             socket.getaddrinfo(host, None)
             return
-        except OSError as error:
-            why = f"MASTER_ADDR={host!r} in the environment is no host known here ({error.strerror or error})"
+        except (OSError, UnicodeError) as error:  # no name that could be looked up, e.g. a..b
+            reason = getattr(error, "strerror", None) or error
+            why = f"MASTER_ADDR={host!r} in the environment is no host known here ({reason})"
         if time.monotonic() > last:
             raise TimeoutError(why)
         if attempt == 0:

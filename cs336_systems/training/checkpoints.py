@@ -24,6 +24,10 @@ class BadCheckpoint(ValueError):
     """A checkpoint that is not what was written; the message names the file and says how."""
 
 
+class Unfinished(BadCheckpoint):
+    """One whose writing was ended before its manifest was there."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What was saved after `step`: `state` for the run to go on, `config` and `data_sha256` to know it by."""
@@ -102,7 +106,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     manifest_path = path.with_suffix(".json")
     if not manifest_path.exists():
-        raise BadCheckpoint(f"{path.name} is refused: it has no {manifest_path.name}, so it was never finished")
+        raise Unfinished(f"{path.name} is refused: it has no {manifest_path.name}, so it was never finished")
     try:
         manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         size, digest = manifest["bytes"], manifest["sha256"]
@@ -122,20 +126,23 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest good checkpoint (None if there are none at all), and why newer ones were refused.
+    """The newest good checkpoint (None if there are none at all, or only the first, unfinished), and why newer ones
+    were refused.
 
     Raises:
         ValueError: there are checkpoints, and every one is bad.
     """
     refused: list[str] = []
+    is_finished = False
     for path in reversed(list_checkpoints(directory)):
         try:
             return load_checkpoint(path), refused
         except BadCheckpoint as error:
             refused.append(str(error))
-    if refused:
+            is_finished |= not isinstance(error, Unfinished)
+    if is_finished or len(refused) > 1:
         raise ValueError(f"resume={str(directory)!r}: has no good checkpoint; {'; '.join(refused)}")
-    return None, []
+    return None, refused
 
 
 def _sha256(file: Any) -> str:

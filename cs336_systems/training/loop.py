@@ -73,7 +73,7 @@ def train_rank(
     is_launched = context is not None and multiprocessing.parent_process() is None
     checkpoint, refused = load_newest(config.out) if config.resume else (None, [])
     if is_main and not config.resume:
-        _move_aside(config.out)
+        move_aside(config.out)
     start = checkpoint.step if checkpoint else 0
     torch_device = torch.device(device) if context is None else context.device
     trainer = Trainer(config, tokens, torch_device, checkpoint.state if checkpoint else None)
@@ -229,7 +229,7 @@ def plain_config(config: TrainConfig) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()}
 
 
-def _move_aside(out: Path) -> None:
+def move_aside(out: Path) -> None:
     """An earlier run's files go into a folder of their own, named by when it was last written to."""
     files = [path for path in (out / METRICS, out / PLOT) if path.exists()]
     for path in list_checkpoints(out):
@@ -292,7 +292,9 @@ def _answering(is_spawned: bool, is_launched: bool, is_main: bool) -> Generator[
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN if is_spawned else note)}
+    before = {}
+    if is_child or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell may have it ignored
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN if is_spawned else note)
     if not is_spawned and not is_child:
         before |= answer_requests(note)
     try:

@@ -40,7 +40,7 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         if launched_rank() in (None, 0):
             check_writable(config.out)
     # Only now what imports torch, which takes seconds.
-    from cs336_systems.training.loop import train_rank
+    from cs336_systems.training.loop import move_aside
     from cs336_systems.training.run_checks import check_run, tell_if_near
 
     with refusing_bad_input():
@@ -51,16 +51,34 @@ def run_training(command: str, config: TrainConfig) -> Summary:
         tell_if_near(config, device, world_size)
         tell_if_crowded(device, [world_size])
     arguments = (config, tokens, device, collect_provenance(command, device))
+    if launched_rank() in (None, 0) and not config.resume:
+        move_aside(config.out)
+    run_begins()
+    summaries: list[Summary] | None = None
+    try:
+        summaries = _train(command, config, arguments, world_size, device)
+        return _conclude(summaries[0], config, command)
+    finally:  # after what is to be said: a picture takes seconds, and a launcher kills a while after its signal
+        if launched_world_size() is None or summaries is not None:
+            _plot(config)
+
+
+def _train(
+    command: str, config: TrainConfig, arguments: tuple[Any, ...], world_size: int, device: str
+) -> list[Summary]:
+    """Each rank's summary. Ends the program as `run_training` says, but for what summaries tell."""
+    from cs336_systems.training.loop import train_rank
+
     own: list[Summary] = []
 
     def train_here(*arguments: Any) -> Summary:
         own.append(train_rank(*arguments))
         return own[0]
 
-    run_begins()
+    summaries: list[Summary] | None
     try:
         if config.parallel == "none":
-            summaries: list[Summary] | None = [train_rank(None, *arguments)]
+            summaries = [train_rank(None, *arguments)]
         else:
             options = GroupOptions("cuda" if device.startswith("cuda") else "cpu")
             with _told_at_end(command, config) if launched_rank() == 0 else nullcontext():
@@ -83,16 +101,9 @@ def run_training(command: str, config: TrainConfig) -> Summary:
             error.add_note(f"\n{how}")
             raise
         raise SystemExit(1) from None
-    finally:
-        if launched_world_size() is None:
-            _plot(config)
     if summaries is None:
         raise SystemExit(0 if own[0].signal is None else 128 + own[0].signal)
-    try:
-        return _conclude(summaries[0], config, command)
-    finally:
-        if launched_world_size() is not None:  # after what is to be said: a launcher kills a while after its signal
-            _plot(config)
+    return summaries
 
 
 def _told_at_end(command: str, config: TrainConfig) -> AbstractContextManager[None]:
