@@ -6,7 +6,6 @@ does the same number of repeats, and of each repeat the slowest rank's time coun
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,8 +14,8 @@ from typing import Any
 
 from cs336_systems.accounting.communication import LinearCost, all_reduce_bus_bytes, fit_linear_cost
 from cs336_systems.benchmarking.rank_arguments import check_mb
+from cs336_systems.benchmarking.rank_timing import slowest, together
 from cs336_systems.configs import check
-from cs336_systems.records import Statistics
 
 BYTES_PER_MB = 10**6
 ITEM_BYTES = 4  # float32
@@ -105,24 +104,18 @@ def measure_all_reduce(context: Any, cell: AllReduceCell) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from cs336_systems.benchmarking.timing import synchronize
+    from cs336_systems.benchmarking.timing import PhaseTimer
 
     buffer = torch.ones(cell.n_bytes // ITEM_BYTES, device=context.device)
-    times_ms = []
+    timer = PhaseTimer(context.device)
     for _ in range(cell.warmup + cell.repeats):
         # The values: ones become world_size, and are divided back so that repeats neither overflow nor reach zero.
-        dist.barrier()  # or the time would include the wait for a rank that comes late
-        synchronize(context.device)
-        start = time.perf_counter()
-        dist.all_reduce(buffer)
-        synchronize(context.device)
-        times_ms.append((time.perf_counter() - start) * 1e3)
+        with together(timer, context.device)("all-reduce"):
+            dist.all_reduce(buffer)
         if buffer[-1].item() != cell.world_size:
             raise AssertionError(f"all_reduce of ones gave {buffer[-1].item()}, not {cell.world_size}")
         buffer.div_(cell.world_size)
-    every_rank: list[Any] = [None] * cell.world_size
-    dist.all_gather_object(every_rank, times_ms[cell.warmup :])
-    statistics = Statistics.of([max(repeat) for repeat in zip(*every_rank, strict=True)])
+    statistics = slowest(timer.ms["all-reduce"][cell.warmup :])
     seconds = statistics.median / 1e3
     return {
         "backend": context.backend,

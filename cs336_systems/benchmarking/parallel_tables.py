@@ -9,9 +9,11 @@ from typing import Any
 from cs336_systems.benchmarking.rank_cells import nccl_label
 from cs336_systems.benchmarking.report_rows import (
     Table,
+    fine_percent,
     markdown_table,
     percent,
     provenance,
+    ratio,
     read_rows,
     with_spread,
 )
@@ -49,7 +51,7 @@ def _schemes(folder: str) -> Block:
             [
                 _scheme(row),
                 with_spread(row, "step_median_ms"),
-                f"{row.exposed_ms / alone:.1%}" if row.exposed_ms is not None and alone else None,
+                fine_percent(ratio(row.exposed_ms, alone)),
                 row.predicted_overhead_ms,
                 row.communication_ms,
                 percent(row.covered_share),

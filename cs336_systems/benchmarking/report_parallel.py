@@ -51,7 +51,7 @@ def _answer_schemes(folder: str):
         rows = read_rows(results / "ddp" / folder / "ddp.json")[0]
         alone = next((row.step_median_ms for row in rows if row.implementation == "none"), None)
         done = [row for row in rows if row.ok and row.exposed_ms is not None]
-        cost = {_label(row): f"{share:+.1%}" for row in done if (share := ratio(row.exposed_ms, alone)) is not None}
+        cost = {_label(row): percent(row.exposed_ms / alone, signed=True) for row in done if alone}
         own = [row for row in done if row.implementation != "torch-ddp"]
         best = min(own, key=lambda row: row.step_median_ms, default=None)
         theirs = min((row for row in done if row.implementation == "torch-ddp"), default=None,
